@@ -1,0 +1,1 @@
+"""jaxpaged: LLM serving for JAX with paged KV memory."""

@@ -1,0 +1,1 @@
+"""Blocks, block tables and the scheduler: host-side, exact, and free of JAX."""

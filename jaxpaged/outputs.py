@@ -1,0 +1,85 @@
+"""What the engine gives back. Field names are vLLM's where the thing is the same."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of a token under the model's raw distribution (before temperature and filters).
+
+    Attributes:
+        rank: 1 for the most probable token of the vocabulary.
+        decoded_token: the token's own text; may hold U+FFFD for a part of a character.
+    """
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+# At each output position: the drawn token first, then the most probable ones in order.
+TokenLogprobs = dict[int, Logprob]
+
+
+@dataclass
+class CompletionOutput:
+    """One sequence of a request: new text and tokens, or all of them, by the request's `output_kind`.
+
+    Attributes:
+        text: never ends inside a character; text that may become a stop string is held back until it is known.
+        cumulative_logprob: sum over all tokens so far; None unless logprobs were asked for.
+        finish_reason: None while running, else "stop", "length", "abort" or "error".
+        stop_reason: the stop string or stop token id that ended it; None for end-of-sequence or length.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass
+class RequestMetrics:
+    """Times in seconds of the monotonic clock; None where it has not happened yet.
+
+    Attributes:
+        first_scheduled_time: start of the first step that computed a token of it.
+        last_token_time: when the newest token came.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+    num_preemptions: int = 0
+
+
+@dataclass
+class RequestOutput:
+    """News of one request.
+
+    Attributes:
+        outputs: the sequences that have news (all of them when finished under FINAL_ONLY), by index.
+        finished: every sequence has ended; nothing more will come.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        error: what went wrong, where finish_reason is "error".
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    error: str | None = None

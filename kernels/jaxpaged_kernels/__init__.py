@@ -1,0 +1,1 @@
+"""Paged attention and KV-cache kernels for JAX. Needs only jax."""
