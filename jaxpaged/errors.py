@@ -15,6 +15,10 @@ class ModelLoadError(JaxpagedError):
     """A model folder or file is missing, corrupt, unsupported or does not fit its own config."""
 
 
+class ConvertError(JaxpagedError):
+    """A converted model cannot be written where it was asked for."""
+
+
 class InvalidRequestError(JaxpagedError, ValueError):
     """A request that can never be served as asked. The server answers 400 (or `status`).
 

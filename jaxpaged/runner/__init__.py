@@ -1,0 +1,1 @@
+"""From a `StepPlan` to token ids: buckets, packing, compiled programs and the KV pool."""

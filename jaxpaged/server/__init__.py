@@ -1,0 +1,6 @@
+"""The OpenAI-compatible HTTP server."""
+
+from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.serve import run_server, serve
+
+__all__ = ["ServerConfig", "run_server", "serve"]

@@ -1,0 +1,1 @@
+"""The subcommands of `jaxpaged`: each module has `add_parser(commands)` and `run(args) -> exit status`."""

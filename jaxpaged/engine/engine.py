@@ -1,0 +1,310 @@
+"""The synchronous engine: one thread adds requests, calls `step`, and hands on what comes out."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxpaged.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, format_size
+from jaxpaged.core.plan import StepPlan, StepResult
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.output_builder import OutputBuilder
+from jaxpaged.engine.stats import EngineStats
+from jaxpaged.engine.validation import check_params, check_prompt
+from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.request import FinishReason, Request, SamplingParams
+from jaxpaged.runner.compile_cache import enable_compilation_cache
+from jaxpaged.runner.runner import Runner
+from jaxpaged.weights import GenerationConfig, load_generation_config, load_model, load_tokenizer, resolve
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Scheduler, runner and detokenizers around one model. Not thread-safe: one thread may call it.
+
+    Attributes:
+        config: what the user set.
+        model_config: shape of the model.
+        scheduler_config: limits in force, defaults filled in.
+        cache_config: the pools as allocated.
+        generation: the model's own defaults for sampling and its end-of-sequence ids.
+        tokenizer: None where prompts and outputs are token ids only.
+        model_name: what the server calls the model.
+    """
+
+    def __init__(
+        self,
+        model: nnx.Module,
+        tokenizer: Any | None,
+        config: EngineConfig,
+        *,
+        model_name: str = "model",
+        generation: GenerationConfig | None = None,
+    ) -> None:
+        """Compiles the programs and allocates the pools around a model that is in memory; its weights are not copied.
+
+        Raises:
+            ConfigError: the options do not fit the model or the machine.
+        """
+        enable_compilation_cache(config)
+        self.config = config
+        self.model_config: ModelConfig = model.config
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.generation = generation or GenerationConfig()
+        device = "cpu" if jax.default_backend() == "cpu" else "gpu"
+        self.scheduler_config: SchedulerConfig = config.scheduler_config(self._max_model_len(), device=device)
+        self._runner = Runner(model, config, self.scheduler_config, vocab_size=self._drawable_vocab())
+        self.cache_config = CacheConfig(
+            num_blocks=self._runner.num_blocks,
+            block_size=config.block_size,
+            num_host_blocks=self._runner.num_host_blocks,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._scheduler = Scheduler(self.scheduler_config, self.cache_config)
+        self._outputs: dict[str, OutputBuilder] = {}
+        self._seeds = random.Random(config.seed)
+        self._finished: Counter[str] = Counter()
+        self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._log_sizes()
+
+    @classmethod
+    def from_pretrained(cls, model: str, config: EngineConfig, *, model_name: str | None = None) -> Engine:
+        """Loads `model` (a folder, a GGUF file, a catalog or hub name) with its tokenizer and starts an engine.
+
+        Raises:
+            ModelLoadError: it is not there, corrupt, or not supported.
+            ConfigError: the options do not fit the model or the machine.
+        """
+        enable_compilation_cache(config)
+        files = resolve(model)
+        return cls(
+            load_model(files, dtype=config.dtype),
+            load_tokenizer(files, trust_remote_code=config.trust_remote_code),
+            config,
+            model_name=model_name or model,
+            generation=load_generation_config(files),
+        )
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        arrival_time: float | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> None:
+        """Queues a request.
+
+        Args:
+            prompt: text, tokenized with the model's special tokens, or token ids taken as they are.
+            arrival_time: seconds of the monotonic clock; None = now.
+
+        Raises:
+            InvalidRequestError: it can never be served as asked; nothing has been queued.
+            QueueFullError: too many requests are waiting.
+        """
+        if request_id in self._outputs:
+            raise InvalidRequestError(
+                f"request id {request_id!r} is in use; give each request its own", param="request_id"
+            )
+        request = self._make_request(request_id, prompt, params)
+        request.arrival_time = time.monotonic() if arrival_time is None else arrival_time
+        request.priority = priority
+        request.cache_salt = cache_salt
+        self._scheduler.add(request)
+        self._outputs[request_id] = OutputBuilder(request, self.tokenizer)
+
+    def validate(self, prompt: str | list[int], params: SamplingParams) -> None:
+        """Raises what `add_request` would raise for a bad request, and queues nothing."""
+        self._make_request("", prompt, params, dry_run=True)
+
+    def abort_request(self, request_id: str) -> bool:
+        """Ends a request and frees its blocks at once; no output comes any more. False if it is not there."""
+        if self._outputs.pop(request_id, None) is None:
+            return False
+        aborted = self._scheduler.abort(request_id)
+        self._finished[FinishReason.ABORT.value] += 1
+        return aborted
+
+    def has_unfinished_requests(self) -> bool:
+        return self._scheduler.has_unfinished()
+
+    def step(self) -> list[RequestOutput]:
+        """Computes one batch; returns the news of each request that has some.
+
+        A failure on the device ends the requests of the batch with finish_reason "error" and leaves the others.
+        """
+        if self._runner.cache.is_lost:
+            self._replace_pool()
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return []
+        now = time.monotonic()
+        for sequence in plan.scheduled:
+            metrics = self._outputs[sequence.request.request_id].metrics
+            if metrics.first_scheduled_time is None:
+                metrics.first_scheduled_time = now
+        self._steps += 1
+        try:
+            result = self._runner.run(plan)
+        except Exception as error:
+            return self._fail(plan, error)
+        return self._collect(plan, result, self._scheduler.update(plan, result))
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            scheduler=self._scheduler.stats(),
+            prompt_tokens_total=self._prompt_tokens,
+            cached_prompt_tokens_total=self._cached_tokens,
+            generation_tokens_total=self._generated_tokens,
+            compiles_after_warmup=self._runner.guard.count,
+            steps_total=self._steps,
+            finished=dict(self._finished),
+        )
+
+    def update_weights(self, state: Any) -> None:
+        """Swaps the weights, with no compilation; `state` is an nnx state or module like the one being served.
+
+        KV computed with the old weights is dropped: the prefix cache is emptied, and running requests compute their
+        tokens so far again before they go on.
+
+        Raises:
+            ConfigError: another structure, shape or dtype; nothing has changed then.
+        """
+        self._runner.update_weights(state)
+        self._scheduler.drop_kv()
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets every cached prefix; running requests keep their blocks."""
+        self._scheduler.reset_prefix_cache()
+
+    def temporaries(self) -> dict[str, int]:
+        """Bytes of temporaries of every compiled program, by its name."""
+        return self._runner.temporaries()
+
+    def shutdown(self) -> None:
+        """Aborts what is running."""
+        for request_id in list(self._outputs):
+            self.abort_request(request_id)
+
+    def _make_request(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams, dry_run: bool = False
+    ) -> Request:
+        limits = self.scheduler_config
+        vocab_size = self.model_config.vocab_size
+        check_params(
+            params,
+            vocab_size=vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=limits.max_num_seqs,
+            max_logprobs=self.config.max_logprobs,
+        )
+        if self.tokenizer is None and params.stop:
+            raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
+        token_ids = self._tokenize(prompt)
+        check_prompt(token_ids, vocab_size=vocab_size, max_model_len=limits.max_model_len)
+        room = limits.max_model_len - len(token_ids)
+        seed = params.seed if params.seed is not None else 0 if dry_run else self._seeds.getrandbits(64)
+        return Request(
+            request_id,
+            token_ids,
+            params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=seed,
+            eos_token_ids=frozenset(self.generation.eos_token_ids),
+            prompt=prompt if isinstance(prompt, str) else None,
+        )
+
+    def _tokenize(self, prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return list(prompt)
+        if self.tokenizer is None:
+            raise InvalidRequestError("a text prompt needs a tokenizer; give token ids", param="prompt")
+        return self.tokenizer(prompt)["input_ids"]
+
+    def _collect(self, plan: StepPlan, result: StepResult, accepted: list[int]) -> list[RequestOutput]:
+        """Appends the accepted draws to their requests, ends those with a stop string, and builds the outputs."""
+        now = time.monotonic()
+        touched: dict[str, OutputBuilder] = {}
+        for draw in accepted:
+            sequence = plan.sampled[draw]
+            request = sequence.request
+            builder = touched[request.request_id] = self._outputs[request.request_id]
+            self._generated_tokens += 1
+            if builder.metrics.first_token_time is None:
+                builder.metrics.first_token_time = now
+                self._prompt_tokens += len(request.prompt_token_ids)
+                self._cached_tokens += request.num_cached_tokens
+            builder.metrics.last_token_time = now
+            stop = builder.append(sequence, result, draw)
+            if stop is not None:
+                self._scheduler.finish(sequence, FinishReason.STOP, stop)
+        return self._build(touched.values(), now)
+
+    def _build(self, builders: Any, now: float, error: str | None = None) -> list[RequestOutput]:
+        outputs = []
+        for builder in builders:
+            request = builder.request
+            if request.is_finished:
+                builder.metrics.finished_time = now
+                self._finished.update(s.finish_reason.value for s in request.sequences if s.finish_reason)
+                del self._outputs[request.request_id]
+            output = builder.build(error)
+            if output is not None:
+                outputs.append(output)
+        return outputs
+
+    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
+        logger.error(
+            "a step of %d tokens failed; its %d sequences end with an error",
+            plan.num_tokens,
+            len(plan.scheduled),
+            exc_info=error,
+        )
+        failed = self._scheduler.fail(plan)
+        builders = [self._outputs[request.request_id] for request in failed]
+        return self._build(builders, time.monotonic(), error=f"{type(error).__name__}: {error}")
+
+    def _replace_pool(self) -> None:
+        """A step that failed, or was interrupted, took the pool with it: whoever has KV in it computes it again."""
+        self._runner.cache.allocate()
+        self._scheduler.drop_kv()
+
+    def _max_model_len(self) -> int:
+        trained = self.model_config.max_position_embeddings
+        asked = self.config.max_model_len
+        if asked is not None and asked > trained:
+            raise ConfigError(
+                f"max_model_len ({asked}) is more than the model was made for "
+                f"(max_position_embeddings={trained}); lower it"
+            )
+        return asked or trained
+
+    def _drawable_vocab(self) -> int:
+        """Embeddings are often padded beyond the tokenizer's last id; such an id must never be drawn."""
+        vocab_size = self.model_config.vocab_size
+        return vocab_size if self.tokenizer is None else min(vocab_size, len(self.tokenizer))
+
+    def _log_sizes(self) -> None:
+        tokens = (self.cache_config.num_blocks - 1) * self.cache_config.block_size
+        length = self.scheduler_config.max_model_len
+        logger.info(
+            "weights %s, KV cache %s tokens (%d blocks of %d); maximum concurrency for %d tokens per request: %.2fx",
+            format_size(self._runner.weights_bytes),
+            f"{tokens:,}",
+            self.cache_config.num_blocks - 1,
+            self.cache_config.block_size,
+            length,
+            tokens / length,
+        )

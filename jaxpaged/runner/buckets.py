@@ -1,0 +1,71 @@
+"""Which programs exist: a step is padded to the smallest one that holds it.
+
+Two families, so that the number of programs is a sum over buckets and never a product:
+
+- decode[S]: S rows with one token each.
+- mixed[T]: T tokens in any split over rows; the rows are pinned to the most there can be.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from dataclasses import dataclass
+from typing import Literal
+
+from jaxpaged.core.plan import StepPlan
+
+# A single bf16 row is several times slower than two on a CPU, where XLA has no kernel for a matrix-vector product.
+MIN_DECODE_ROWS = 2
+MIN_MIXED_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Program:
+    """Static shape of one compiled step.
+
+    Attributes:
+        num_tokens: T, tokens of the flat batch.
+        num_rows: S, sequences; also the number of draws.
+    """
+
+    kind: Literal["decode", "mixed"]
+    num_tokens: int
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}[{self.num_tokens}]"
+
+
+def _powers_of_two(low: int, high: int) -> list[int]:
+    """Powers of two from `low` that stay below `high`, then `high` itself."""
+    sizes = []
+    while low < high:
+        sizes.append(low)
+        low *= 2
+    return [*sizes, high]
+
+
+class Buckets:
+    """The programs for a batch of at most `max_num_seqs` sequences and `max_num_batched_tokens` tokens."""
+
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        decode_rows = _powers_of_two(MIN_DECODE_ROWS, max(max_num_seqs, MIN_DECODE_ROWS))
+        rows = decode_rows[-1]
+        tokens = _powers_of_two(MIN_MIXED_TOKENS, max(max_num_batched_tokens, MIN_MIXED_TOKENS))
+        self.decode = [Program("decode", size, size) for size in decode_rows]
+        self.mixed = [Program("mixed", size, rows) for size in tokens]
+        self._decode_rows = decode_rows
+        self._mixed_tokens = tokens
+
+    @property
+    def programs(self) -> list[Program]:
+        return [*self.decode, *self.mixed]
+
+    def pick(self, plan: StepPlan) -> Program:
+        """The smallest program that holds `plan`."""
+        num_seqs = len(plan.kv_lens)
+        if plan.num_decodes == num_seqs:
+            # Siblings may draw several times from one row, so the draws can outnumber the rows.
+            rows = max(num_seqs, len(plan.sampled))
+            return self.decode[bisect_left(self._decode_rows, rows)]
+        return self.mixed[bisect_left(self._mixed_tokens, plan.num_tokens)]

@@ -1,0 +1,30 @@
+"""JAX's persistent compilation cache: a second start fetches its programs instead of compiling them."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxpaged.config import EngineConfig
+from jaxpaged.weights.catalog import cache_dir
+
+logger = logging.getLogger(__name__)
+
+
+def enable_compilation_cache(config: EngineConfig) -> None:
+    """Points JAX at the cache folder of `config`. A folder that the process has chosen itself stays.
+
+    JAX has one such setting a process; it holds from here on for everything that the process compiles.
+    """
+    if config.compilation_cache == "" or jax.config.jax_compilation_cache_dir:
+        return
+    folder = Path(config.compilation_cache) if config.compilation_cache else cache_dir() / "xla"
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    # JAX looks at the setting once, at the first compilation, which may have been before this.
+    compilation_cache.reset_cache()
+    logger.debug("compiled programs are kept in %s", folder)

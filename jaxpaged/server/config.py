@@ -1,0 +1,70 @@
+"""Options of the HTTP server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxpaged.config import MIB
+from jaxpaged.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """How the server listens, whom it lets in and how it answers. The engine's options are `EngineConfig`.
+
+    Attributes:
+        host: address to listen on.
+        port: TCP port, 0 = any free one.
+        uds: path of a Unix domain socket to listen on instead of host and port.
+        api_keys: keys of which a client must send one as `Authorization: Bearer KEY`; empty = open.
+        metrics_public: /metrics needs no key.
+        allowed_origins: origins that browsers may call from (CORS); "*" is any.
+        max_request_bytes: largest request body.
+        max_concurrent_requests: generation requests in progress, waiting ones included; more get 503. None = no limit.
+        shutdown_timeout_s: seconds that running requests have to finish after SIGINT or SIGTERM.
+        served_model_names: names that clients may use; the first is the one in answers. Empty = the engine's.
+        response_role: role of generated chat messages.
+        chat_template: Jinja chat template to use instead of the tokenizer's.
+        trust_request_chat_template: let a request bring its own chat template.
+        enable_request_id_headers: answer with X-Request-Id, the client's own or a new one.
+        enable_prompt_tokens_details: report cached prompt tokens in `usage`.
+        vllm_metric_aliases: export each metric under `vllm:` too.
+        log_interval_s: seconds between log lines while busy.
+        enable_dev_endpoints: offer POST /reset_prefix_cache.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 8000
+    uds: str | None = None
+    api_keys: tuple[str, ...] = ()
+    metrics_public: bool = False
+    allowed_origins: tuple[str, ...] = ()
+    max_request_bytes: int = 4 * MIB
+    max_concurrent_requests: int | None = None
+    shutdown_timeout_s: float = 30.0
+    served_model_names: tuple[str, ...] = ()
+    response_role: str = "assistant"
+    chat_template: str | None = None
+    trust_request_chat_template: bool = False
+    enable_request_id_headers: bool = False
+    enable_prompt_tokens_details: bool = False
+    vllm_metric_aliases: bool = True
+    log_interval_s: float = 10.0
+    enable_dev_endpoints: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"port is {self.port}, but must be between 0 and 65535")
+        if self.max_request_bytes < 1024:
+            raise ConfigError(f"max_request_bytes is {self.max_request_bytes}, but must be at least 1024")
+        if self.max_concurrent_requests is not None and self.max_concurrent_requests < 1:
+            raise ConfigError(f"max_concurrent_requests is {self.max_concurrent_requests}, but must be at least 1")
+        if not self.shutdown_timeout_s >= 0:
+            raise ConfigError(f"shutdown_timeout_s is {self.shutdown_timeout_s}, but must be at least 0")
+        if not self.log_interval_s > 0:
+            raise ConfigError(f"log_interval_s is {self.log_interval_s}, but must be above 0")
+        if any(not key for key in self.api_keys):
+            raise ConfigError("an API key is empty; give a non-empty key, or none to leave the server open")

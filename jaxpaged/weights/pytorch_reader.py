@@ -1,0 +1,55 @@
+"""Tensors of pytorch_model*.bin files, which are pickles: read only by torch's restricted loader."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxpaged.errors import ModelLoadError
+from jaxpaged.weights.reader import DTYPES, cast
+
+
+class PytorchReader:
+    """pytorch_model*.bin files as a `TensorReader`, mapped by torch."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            torch = import_module("torch")
+        except ImportError:
+            raise ModelLoadError(
+                f"{folder} has its weights only as pytorch_model*.bin, which are pickles and are read only through "
+                "torch's safe loader; install torch, or use a copy of the model in safetensors"
+            ) from None
+        self._torch = torch
+        self._tensors: dict[str, Any] = {}
+        for path in sorted(folder.glob("pytorch_model*.bin")):
+            try:
+                loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+            except Exception as error:  # torch raises RuntimeError, UnpicklingError, OSError and more
+                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+                raise ModelLoadError(f"torch cannot safely load {path}: {reason}") from error
+            if not isinstance(loaded, dict) or not all(isinstance(t, torch.Tensor) for t in loaded.values()):
+                raise ModelLoadError(f"{path} holds something else than named tensors; use a copy in safetensors")
+            self._tensors |= loaded
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def dtype(self, name: str) -> np.dtype:
+        torch_name = str(self._tensors[name].dtype).removeprefix("torch.")
+        return DTYPES.get(torch_name, DTYPES["float32"])
+
+    def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
+        stored = self.dtype(name)
+        tensor = self._tensors[name].detach()
+        if stored == DTYPES["bfloat16"]:  # which numpy does not know, so torch hands out its bits
+            array = tensor.view(self._torch.int16).numpy().view(stored)
+        else:
+            array = tensor.numpy()
+        return np.array(cast(array, dtype or stored))
