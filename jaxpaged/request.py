@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from jaxpaged.errors import InvalidRequestError
@@ -60,7 +61,7 @@ class SamplingParams:
         min_p: drop tokens below this share of the most probable token's probability, in [0, 1].
         seed: 64-bit signed; None draws one for the request from the engine's own generator.
         max_tokens: most output tokens; None = up to the model's length limit.
-        stop: strings that end the output; not part of the text unless include_stop_str_in_output.
+        stop: a string or strings that end the output; not part of the text unless include_stop_str_in_output.
         stop_token_ids: tokens that end the output like an end-of-sequence token.
         ignore_eos: go on after an end-of-sequence token.
         logprobs: None, or how many of the most probable tokens to report beside the drawn one, at each position.
@@ -76,8 +77,8 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     max_tokens: int | None = 16
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
+    stop: str | Collection[str] = ()
+    stop_token_ids: Collection[int] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     logprobs: int | None = None

@@ -1,9 +1,11 @@
-"""Convert a Hugging Face folder or a GGUF file into the folder that jaxpaged loads fastest."""
+"""Convert a Hugging Face folder or a GGUF file into an orbax checkpoint that jaxpaged restores directly."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+
+import jax
 
 from jaxpaged.errors import JaxpagedError
 from jaxpaged.weights import convert, list_catalog
@@ -40,6 +42,8 @@ def main() -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it is an earlier conversion")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
     args = parser.parse_args()
+    # No accelerator is needed, and JAX would reserve most of its memory.
+    jax.config.update("jax_platforms", "cpu")
     try:
         path = convert(args.src, args.dst, dtype=args.dtype, overwrite=args.overwrite, progress=not args.quiet)
     except JaxpagedError as error:

@@ -22,7 +22,11 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("src", metavar="SRC", help=MODEL_HELP)
     parser.add_argument("dst", metavar="DST", help="folder to write; must not exist, unless --overwrite")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of SRC, bfloat16 where it is quantized")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: that of SRC, bfloat16 where it is quantized",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
 
 

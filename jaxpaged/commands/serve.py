@@ -133,13 +133,20 @@ def server_config(args: argparse.Namespace, environ_key: str | None) -> ServerCo
 def run(args: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(engine_options(args))
     config = server_config(args, os.environ.get(API_KEY_VARIABLE))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _log_to_stderr()
 
     from jaxpaged.engine.engine import Engine
     from jaxpaged.server import run_server
 
     run_server(Engine.from_pretrained(args.model, engine_config), config)
     return 0
+
+
+def _log_to_stderr() -> None:
+    """What jaxpaged says, and warnings of everything else."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("jaxpaged", "jaxpaged_kernels"):
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def _json_list(values: list[str]) -> list[str]:

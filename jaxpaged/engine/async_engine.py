@@ -110,8 +110,8 @@ class AsyncEngine:
 
     # -- requests
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`.
+    async def tokenize(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text.
 
         Raises:
             InvalidRequestError: the engine has no tokenizer.
@@ -119,9 +119,11 @@ class AsyncEngine:
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("a text prompt needs a tokenizer; give token ids", param="prompt")
-        encode = partial(tokenizer.encode, text, add_special_tokens=add_special_tokens)
-        ids: list[int] = encode() if len(text) <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(encode)
-        return ids
+
+        def encode() -> list[list[int]]:
+            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+        return encode() if sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(encode)
 
     async def submit(self, requests: Sequence[EngineRequest]) -> RequestStream:
         """Queues requests, all or none, and returns the stream of their outputs once the engine has taken them.
@@ -178,13 +180,13 @@ class AsyncEngine:
         stream = self._streams.get(request_id)
         if stream is None or not stream.end_with_abort(request_id):
             return False
-        await self.release([request_id])
+        await asyncio.shield(self.release([request_id]))  # it is freed even if the caller is cancelled
         return True
 
     def release(self, request_ids: list[str]) -> asyncio.Future[Any]:
         """Frees what requests hold, before the next step. Their ids can be used again when the future is done."""
         call = self._call(lambda: [self.engine.abort_request(i) for i in request_ids])
-        call.add_done_callback(lambda _: self._forget(request_ids))
+        call.add_done_callback(partial(self._released, request_ids))
         return call
 
     async def reset_prefix_cache(self) -> None:
@@ -231,7 +233,7 @@ class AsyncEngine:
 
     def _check_running(self) -> None:
         if self._dead is not None:
-            raise self._dead
+            raise EngineDeadError(str(self._dead))
         if self._draining:
             raise EngineDeadError("the engine is shutting down and takes no more requests")
 
@@ -254,7 +256,7 @@ class AsyncEngine:
             max_logprobs=engine.config.max_logprobs,
         )
         prompt = request.prompt
-        token_ids = await self.tokenize(prompt) if isinstance(prompt, str) else prompt
+        token_ids = (await self.tokenize([prompt]))[0] if isinstance(prompt, str) else prompt
         check_prompt(
             token_ids,
             vocab_size=engine.model_config.vocab_size,
@@ -286,6 +288,12 @@ class AsyncEngine:
                 self._forget([output.request_id])
         if self.on_step is not None:
             self.on_step(stats)
+
+    def _released(self, request_ids: list[str], call: asyncio.Future[Any]) -> None:
+        error = call.exception()
+        if error is not None and not isinstance(error, EngineDeadError):
+            logger.error("could not abort %s", ", ".join(request_ids), exc_info=error)
+        self._forget(request_ids)
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

@@ -96,8 +96,9 @@ class RequestStream:
         return output.finished
 
     def fail(self, error: EngineDeadError) -> None:
-        self._open.clear()
-        self._queue.put_nowait(error)
+        if self._open:
+            self._open.clear()
+            self._queue.put_nowait(error)
 
     def end_with_abort(self, request_id: str) -> bool:
         """Ends a request's output with finish_reason "abort"; False if it was over."""
@@ -120,7 +121,7 @@ class RequestStream:
         item = await self._queue.get()
         if isinstance(item, EngineDeadError):
             self._closed = True
-            raise item
+            raise EngineDeadError(str(item))  # each stream raises its own
         return item
 
     async def __aenter__(self) -> RequestStream:

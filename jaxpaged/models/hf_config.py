@@ -78,6 +78,17 @@ class HFConfig:
             raise self.error("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not given")
         return int(self.integer("head_dim", default=hidden // heads))
 
+    def layer_types(self) -> list[str]:
+        """`full_attention` or `sliding_attention` for each layer; [] where the file does not say."""
+        types = self._value("layer_types", [])
+        kinds = ("full_attention", "sliding_attention")
+        if not isinstance(types, list) or any(kind not in kinds for kind in types):
+            raise self.error("layer_types", f"a list of {' and '.join(kinds)}")
+        num_layers = self.integer("num_hidden_layers")
+        if types and len(types) != num_layers:
+            raise ModelLoadError(f"{self.source}: layer_types has {len(types)} entries for {num_layers} layers")
+        return types
+
     def layer_windows(self) -> tuple[int | None, ...]:
         """Window of each layer by Qwen's rules; () when every layer attends to everything.
 
@@ -86,15 +97,10 @@ class HFConfig:
         """
         num_layers = self.integer("num_hidden_layers")
         window = self.integer("sliding_window") if self.flag("use_sliding_window") else None
-        types = self.get("layer_types")
-        if types is None:
-            first = self.integer("max_window_layers", minimum=0) if window else num_layers
+        types = self.layer_types()
+        if not types and window:
+            first = self.integer("max_window_layers", minimum=0)
             types = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]
-        if len(types) != num_layers:
-            raise ModelLoadError(f"{self.source}: layer_types has {len(types)} entries for {num_layers} layers")
-        for kind in types:
-            if kind not in ("full_attention", "sliding_attention"):
-                raise self.error("layer_types", "a list of full_attention and sliding_attention")
         if "sliding_attention" not in types:
             return ()
         if window is None:

@@ -15,7 +15,7 @@ class MistralForCausalLM(DecoderForCausalLM):
     @classmethod
     def config_fields(cls, hf: HFConfig) -> dict[str, Any]:
         window = hf.integer("sliding_window", default=None)
-        if window is not None and "full_attention" in (hf.get("layer_types") or ()):
+        if window is not None and "full_attention" in hf.layer_types():
             raise ModelLoadError(
                 f"{hf.source}: layer_types alternates windows, which is the Ministral architecture, not Mistral's; "
                 "MistralForCausalLM has one window for all layers"

@@ -1,8 +1,7 @@
 """Drawing tokens, one row a draw, on the device.
 
-The vocabulary is never sorted and no noise is made for it. A threshold on the weights decides which tokens are kept;
-it is found by bisection over the bits of a float. The draw is an inverse CDF in two levels. A row of the vocabulary is
-viewed as a table [R, C], token r * C + c at (r, c), because sums over R run along contiguous memory.
+The vocabulary is neither sorted nor covered with noise: a draw is an inverse CDF in two levels. A row of the vocabulary
+is viewed as a table [R, C], token r * C + c at (r, c): first a column is drawn by its sum, then a token in the column.
 
 Every reduction stays inside its row, so that a draw depends on the row alone.
 """
@@ -10,23 +9,15 @@ Every reduction stays inside its row, so that a draw depends on the row alone.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged.ops.filters import apply_filters, sum_rows
+
 COLUMNS = 512
 MIN_COLUMNS = 64
-
-
-class _Filters(NamedTuple):
-    """Which tokens may be drawn, by row; each [N], as in `sample`."""
-
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
 
 
 def sample(
@@ -66,10 +57,16 @@ def sample(
     table = _table(logits, vocab_size)
     top = jnp.max(table, axis=(1, 2))
     greedy = _first_at(table, top)
-    filters = _Filters(temperature, top_k, top_p, min_p)
-    token = lax.cond(
-        jnp.any(temperature > 0), lambda: _draw(table, top, filters, _uniforms(seed, position)), lambda: greedy
-    )
+
+    def draw() -> jax.Array:
+        weights = _weights(table, top, temperature)
+        drawn = temperature > 0  # the filters of other rows are not worth their time
+        kept = apply_filters(
+            table, weights, jnp.where(drawn, top_k, 0), jnp.where(drawn, top_p, 1), jnp.where(drawn, min_p, 0)
+        )
+        return _draw(kept, _uniforms(seed, position))
+
+    token = lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
     # Logits that are all NaN match nothing; whatever is returned must be an id.
     return jnp.minimum(jnp.where(temperature > 0, token, greedy), vocab_size - 1)
 
@@ -92,7 +89,7 @@ def gather_logprobs(
     """
     table = _table(logits, vocab_size or logits.shape[1])
     top = jnp.max(table, axis=(1, 2))
-    log_total = top + jnp.log(_sum(jnp.exp(table - top[:, None, None])))
+    log_total = top + jnp.log(sum_rows(jnp.exp(table - top[:, None, None])))
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
     ranks = 1 + jnp.sum(table > chosen[:, None], axis=(1, 2), dtype=jnp.int32)
     top_logits, top_ids = lax.top_k(table.reshape(table.shape[0], -1), num_top)
@@ -110,11 +107,6 @@ def _table(logits: jax.Array, vocab_size: int) -> jax.Array:
     if vocab_size < width:
         logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_size, logits, -jnp.inf)
     return logits.reshape(num_rows, -1, columns)
-
-
-def _sum(table: jax.Array) -> jax.Array:
-    """[N] sums of [N, R, C], in two steps: faster and more exact than in one."""
-    return jnp.sum(jnp.sum(table, axis=1), axis=1)
 
 
 def _first_at(table: jax.Array, value: jax.Array) -> jax.Array:
@@ -135,24 +127,20 @@ def _uniforms(seed: jax.Array, position: jax.Array) -> jax.Array:
     return jax.vmap(draw)(seed, position)
 
 
-def _draw(table: jax.Array, top: jax.Array, filters: _Filters, uniforms: jax.Array) -> jax.Array:
-    """[N] int32 token ids; anything for greedy rows."""
-    greedy = filters.temperature <= 0
-    temperature = jnp.where(greedy, 1, filters.temperature)
-    # Greedy rows would only prolong the bisections.
-    filters = _Filters(
-        temperature,
-        jnp.where(greedy, 0, filters.top_k),
-        jnp.where(greedy, 1, filters.top_p),
-        jnp.where(greedy, 0, filters.min_p),
-    )
-    weights = jnp.exp((table - top[:, None, None]) / temperature[:, None, None])  # the largest is exactly 1
-    threshold = _threshold(weights, filters)
-    weights = jnp.where(weights >= threshold[:, None, None], weights, 0)
+def _weights(table: jax.Array, top: jax.Array, temperature: jax.Array) -> jax.Array:
+    """[N, R, C] float32, each token's probability in units of the most probable one's."""
+    divisor = jnp.where(temperature > 0, temperature, 1)
+    weights = jnp.exp((table - top[:, None, None]) / divisor[:, None, None])
+    # They are compared with each other: computed twice, in different fusions, they could differ in their last bit.
+    return lax.optimization_barrier(weights)
+
+
+def _draw(weights: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """[N] int32 token ids drawn by `weights` [N, R, C]."""
     column = _pick(jnp.sum(weights, axis=1), uniforms[:, 0])
     in_column = jnp.take_along_axis(weights, column[:, None, None], axis=2)[..., 0]
     row = _pick(in_column, uniforms[:, 1])
-    return row * table.shape[2] + column
+    return row * weights.shape[2] + column
 
 
 def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
@@ -166,58 +154,3 @@ def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     hit = positive & (sums > (uniform * sums[:, -1])[:, None])
     last = weights.shape[1] - 1 - jnp.argmax(positive[:, ::-1], axis=1)
     return jnp.where(jnp.any(hit, axis=1), jnp.argmax(hit, axis=1), last).astype(jnp.int32)
-
-
-def _threshold(weights: jax.Array, filters: _Filters) -> jax.Array:
-    """[N] float32, the least weight that the filters keep; weights [N, R, C] are relative to the largest, 1."""
-    floor = filters.min_p
-
-    def after_top_k(floor: jax.Array) -> jax.Array:
-        wanted = jnp.where(filters.top_k > 0, filters.top_k, jnp.iinfo(jnp.int32).max)
-        return jnp.maximum(floor, _kth_largest(weights, wanted))
-
-    def after_top_p(floor: jax.Array) -> jax.Array:
-        left = jnp.where(weights >= floor[:, None, None], weights, 0)
-        nucleus = _nucleus(left, filters.top_p * _sum(left))
-        return jnp.where(filters.top_p < 1, jnp.maximum(floor, nucleus), floor)
-
-    floor = lax.cond(jnp.any(filters.top_k > 0), after_top_k, lambda floor: floor, floor)
-    return lax.cond(jnp.any(filters.top_p < 1), after_top_p, lambda floor: floor, floor)
-
-
-def _kth_largest(weights: jax.Array, k: jax.Array) -> jax.Array:
-    """[N] float32, the k-th largest of each [R, C]; 0 where there are fewer than k."""
-
-    def keeps_enough(value: jax.Array) -> jax.Array:
-        at_least = jnp.sum(weights >= value[:, None, None], axis=1, dtype=jnp.int32)
-        return jnp.sum(at_least, axis=1) >= k
-
-    return _largest_where(keeps_enough, k.shape)
-
-
-def _nucleus(weights: jax.Array, mass: jax.Array) -> jax.Array:
-    """[N] float32, the least weight such that all larger ones together hold less than `mass` [N]."""
-
-    def above_holds_mass(value: jax.Array) -> jax.Array:
-        return _sum(jnp.where(weights >= value[:, None, None], weights, 0)) >= mass
-
-    # The largest value such that it and all above hold the mass: what is above it, then, does not.
-    return _largest_where(above_holds_mass, mass.shape)
-
-
-def _largest_where(holds, shape: tuple[int, ...]) -> jax.Array:
-    """The largest float32 in [0, 1] of each row for which `holds`, which is true up to some value and false beyond.
-
-    The bits of floats that are not negative, read as integers, are in the order of the floats: so this is exact.
-    """
-
-    def halve(_: int, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        low, high = bounds  # holds at low (or low is 0), not at high
-        middle = low + (high - low) // 2
-        ok = holds(lax.bitcast_convert_type(middle, jnp.float32))
-        return jnp.where(ok, middle, low), jnp.where(ok, high, middle)
-
-    one = lax.bitcast_convert_type(jnp.float32(1), jnp.int32)
-    low, high = jnp.zeros(shape, jnp.int32), jnp.full(shape, one + 1)
-    low, _ = lax.fori_loop(0, 30, halve, (low, high))
-    return lax.bitcast_convert_type(low, jnp.float32)

@@ -19,7 +19,7 @@ def enable_compilation_cache(config: EngineConfig) -> None:
 
     JAX has one such setting a process; it holds from here on for everything that the process compiles.
     """
-    if config.compilation_cache == "" or jax.config.jax_compilation_cache_dir:
+    if config.compilation_cache == "" or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = Path(config.compilation_cache) if config.compilation_cache else cache_dir() / "xla"
     folder.mkdir(parents=True, exist_ok=True)

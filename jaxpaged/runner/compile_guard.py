@@ -21,7 +21,7 @@ class CompileGuard:
         # JAX keeps listeners for the life of the process: it must not keep the guard alive too.
         guard = weakref.ref(self)
 
-        def on_event(event: str, duration_s: float, **_: str | int) -> None:
+        def on_event(event: str, duration_secs: float, **_: str | int) -> None:
             if event == _BACKEND_COMPILE and (live := guard()) is not None:
                 live.count += 1
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.typing as npt
+from jax.typing import DTypeLike
 
 from jaxpaged.config import ModelConfig
 from jaxpaged.core.plan import IntArray
@@ -41,7 +41,7 @@ class PoolShape:
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: npt.DTypeLike) -> PoolShape:
+    def of(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike) -> PoolShape:
         return cls(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, pool_dtype(dtype))
 
     @property
@@ -59,7 +59,7 @@ class PoolShape:
         """Bytes of one layer's K and V."""
         return self.bytes_per_block * self.num_blocks // self.num_layers
 
-    def abstract(self) -> Pools:
+    def abstract(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
         """The pool as shapes, for lowering."""
         leaf = jax.ShapeDtypeStruct(self.array, self.dtype)
         return [(leaf, leaf) for _ in range(self.num_layers)]

@@ -51,6 +51,8 @@ class Runner:
         self.guard = CompileGuard()
         self._model_config = model.config
         self._graphdef, state = nnx.split(model)
+        self._leaves: list[jax.Array]
+        self._treedef: Any
         self._leaves, self._treedef = jax.tree.flatten(state)
         self._config = config
         self._max_num_seqs = scheduler.max_num_seqs
@@ -197,4 +199,5 @@ class Runner:
 
 
 def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
-    return int(compiled.memory_analysis().temp_size_in_bytes)
+    analysis: Any = compiled.memory_analysis()
+    return int(analysis.temp_size_in_bytes)

@@ -106,14 +106,14 @@ class StepFunction:
         )
         N, K = len(token_ids), self.max_logprobs
 
-        def without_logprobs() -> tuple[jax.Array, ...]:
+        def without_logprobs() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             return jnp.zeros(N), jnp.zeros(N, jnp.int32), jnp.zeros((N, K), jnp.int32), jnp.zeros((N, K))
 
-        logprobs = jax.lax.cond(
+        logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
             batch["num_logprobs"][0] >= 0, lambda: gather_logprobs(logits, token_ids, K), without_logprobs
         )
         num_bad_ids = jnp.int32(0)
         if self.check_ids:
             tables = batch["block_tables"]
             num_bad_ids = jnp.sum((tables < 0) | (tables >= self.layout.num_blocks), dtype=jnp.int32)
-        return StepOutputs(token_ids, *logprobs, num_bad_ids)
+        return StepOutputs(token_ids, logprobs, ranks, top_ids, top_logprobs, num_bad_ids)

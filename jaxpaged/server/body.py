@@ -36,7 +36,9 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:
-        raise ApiError(f"the body is not valid JSON: {error}", param="body", type="Bad Request") from None
+        raise ApiError(
+            f"the body is not valid JSON (which knows no NaN or Infinity): {error}", param="body", type="Bad Request"
+        ) from None
     if not isinstance(body, dict):
         raise ApiError("the body must be a JSON object", param="body", type="Bad Request")
     return body

@@ -37,9 +37,9 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         template=state.config.chat_template,
         trust_request=state.config.trust_request_chat_template,
     )
-    token_ids = await state.engine.tokenize(text, add_special_tokens=body.add_special_tokens)
+    prompts = await state.engine.tokenize([text], add_special_tokens=body.add_special_tokens)
     async with start_generation(
-        request, state, body, model=model, params=params, prompts=[token_ids], prefix="chatcmpl"
+        request, state, body, model=model, params=params, prompts=prompts, prefix="chatcmpl"
     ) as generation:
         if body.stream:
             stream = _ChatStream(state, body, generation, num_top=params.logprobs or 0)

@@ -34,12 +34,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
 
 
 async def _prompt_token_ids(body: CompletionRequest, engine: AsyncEngine) -> list[list[int]]:
-    prompt = body.prompt
-    texts_or_ids = [prompt] if isinstance(prompt, str) or isinstance(prompt[0], int) else prompt
-    return [
-        await engine.tokenize(p, add_special_tokens=body.add_special_tokens) if isinstance(p, str) else p
-        for p in texts_or_ids
-    ]
+    prompts = [body.prompt] if isinstance(body.prompt, str) or isinstance(body.prompt[0], int) else body.prompt
+    texts = [p for p in prompts if isinstance(p, str)]
+    if texts:
+        return await engine.tokenize(texts, add_special_tokens=body.add_special_tokens)
+    return [p for p in prompts if isinstance(p, list)]
 
 
 def _completion(

@@ -19,7 +19,7 @@ from jaxpaged.server.params import request_priority, truncate
 from jaxpaged.server.protocol import GenerationRequest
 from jaxpaged.server.responses import Usage
 from jaxpaged.server.sse import EventStream
-from jaxpaged.server.state import ServerState, random_id
+from jaxpaged.server.state import ServerState, clean_header, random_id
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ async def start_generation(
     Raises:
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncEngine.submit`.
     """
-    response_id = f"{prefix}-{request.headers.get('X-Request-Id') or body.request_id or random_id()}"
+    response_id = f"{prefix}-{clean_header(request, 'X-Request-Id') or body.request_id or random_id()}"
     priority = request_priority(body, request.headers.get("X-Vllm-Priority"))
     # Clients may use one id twice; the engine's ids must differ.
     unique = f"{response_id}-{random_id()[:8]}"

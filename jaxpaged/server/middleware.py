@@ -12,7 +12,7 @@ from jaxpaged.errors import QueueFullError
 from jaxpaged.server.body import too_large
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.errors import ApiError, internal_error, to_api_error, to_http
-from jaxpaged.server.state import STATE, random_id
+from jaxpaged.server.state import STATE, clean_header, random_id
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ async def preflight(request: web.Request, handler: Handler) -> web.StreamRespons
     return web.Response(
         headers={
             "Access-Control-Allow-Methods": "GET, POST, OPTIONS",
-            "Access-Control-Allow-Headers": request.headers.get("Access-Control-Request-Headers", "*"),
+            "Access-Control-Allow-Headers": clean_header(request, "Access-Control-Request-Headers") or "*",
             "Access-Control-Max-Age": "600",
         }
     )
@@ -99,7 +99,7 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         response.headers["Access-Control-Allow-Origin"] = origin
         response.headers["Vary"] = "Origin"
     if config.enable_request_id_headers:
-        response.headers["X-Request-Id"] = request.headers.get("X-Request-Id") or random_id()
+        response.headers["X-Request-Id"] = clean_header(request, "X-Request-Id") or random_id()
 
 
 def counted(handler: Handler) -> Handler:

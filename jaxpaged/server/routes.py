@@ -71,7 +71,7 @@ async def tokenize(request: web.Request) -> web.Response:
         )
     else:
         text = body.prompt
-    tokens = await state.engine.tokenize(text, add_special_tokens=body.add_special_tokens)
+    [tokens] = await state.engine.tokenize([text], add_special_tokens=body.add_special_tokens)
     return json_response(
         TokenizeResponse(
             count=len(tokens),

@@ -80,3 +80,8 @@ STATE = web.AppKey("state", ServerState)
 
 def random_id() -> str:
     return uuid.uuid4().hex
+
+
+def clean_header(request: web.Request, name: str) -> str:
+    """A header's printable ASCII characters, at most 256, fit to be sent back; "" where it is missing."""
+    return "".join(c for c in request.headers.get(name, "") if c.isascii() and c.isprintable())[:256]

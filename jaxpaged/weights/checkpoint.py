@@ -7,6 +7,7 @@ layout: any orbax PyTree restore can read it.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
-from absl import logging as absl_logging
 from orbax.checkpoint import type_handlers
 
 from jaxpaged.errors import ModelLoadError
@@ -108,9 +108,10 @@ def restore(
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Keep orbax's progress notes and hints out of the user's terminal."""
-    before = absl_logging.get_verbosity()
-    absl_logging.set_verbosity(absl_logging.ERROR)
+    logger = logging.getLogger("absl")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        absl_logging.set_verbosity(before)
+        logger.setLevel(before)

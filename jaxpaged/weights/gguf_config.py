@@ -76,7 +76,7 @@ def eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
     """Ids that end an answer: end of sequence, end of turn and end of message, where the file names them."""
     keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
     ids = [file.metadata[key] for key in keys if key in file.metadata]
-    return tuple(dict.fromkeys(ids))
+    return tuple(value for i, value in enumerate(ids) if value not in ids[:i])
 
 
 class _Fields:

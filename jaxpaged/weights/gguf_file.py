@@ -86,7 +86,7 @@ class _Parser:
             key = self._string()
             (kind,) = self._scalars("I", 1)
             metadata[key] = self._value(kind)
-        if metadata.get("split.count", 1) > 1:
+        if metadata.get("split.count", 1) not in (0, 1):
             raise ModelLoadError(
                 f"{self._path} is one of {metadata['split.count']} parts of a split GGUF; join them first "
                 "(llama-gguf-split --merge FIRST_PART OUT)"

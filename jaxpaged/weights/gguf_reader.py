@@ -118,7 +118,8 @@ def _decode(file: GGUFFile, gguf_name: str, raw: np.ndarray) -> np.ndarray:
     if kind in _PLAIN:
         return raw.view(_PLAIN[kind])
     try:
-        return gguf.quants.dequantize(raw, kind)
+        with np.errstate(all="ignore"):  # scales of a damaged file may be anything
+            return gguf.quants.dequantize(raw, kind)
     except NotImplementedError:
         raise ModelLoadError(
             f"{file.path}: tensor {gguf_name!r} is of type {kind.name}, which the gguf package cannot dequantize; "

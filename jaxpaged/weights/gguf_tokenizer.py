@@ -50,6 +50,16 @@ def build_tokenizer(file: GGUFFile) -> PreTrainedTokenizerFast:
     Raises:
         ModelLoadError: no tokenizer in the file, or a kind that is not supported.
     """
+    try:
+        return _build(file)
+    except ModelLoadError:
+        raise
+    except Exception as error:  # tokenizers raises bare Exception; forged metadata can surface as nearly anything
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ModelLoadError(f"{file.path}: its tokenizer is damaged: {reason[:200]}") from error
+
+
+def _build(file: GGUFFile) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     metadata = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
@@ -86,11 +96,7 @@ def _byte_level(file: GGUFFile, metadata: dict[str, Any]) -> Tokenizer:
         )
     vocab = {token: index for index, token in enumerate(metadata["tokens"])}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get("merges", [])]
-    try:
-        model = models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _IGNORE_MERGES)
-    except Exception as error:  # tokenizers raises bare Exception for a merge outside the vocabulary
-        raise ModelLoadError(f"{file.path}: its tokenizer is damaged: {error}") from error
-    tokenizer = Tokenizer(model)
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in _IGNORE_MERGES))
     if pre in _NFC:
         tokenizer.normalizer = normalizers.NFC()
     steps: list[Any] = []

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 
 from jaxpaged.config import ModelConfig
+from jaxpaged.errors import ModelLoadError
 from jaxpaged.models.config import model_config_from_hf
 from jaxpaged.models.registry import get_model_class
 from jaxpaged.weights.checkpoint import restore
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 
 # One for every parameter, or by Hugging Face name; None is the default device.
 Shardings = jax.sharding.Sharding | Callable[[str], jax.sharding.Sharding] | None
+
+# Far above any model: layers are built one by one, so a forged count must be refused before.
+_MAX_LAYERS = 1000
 
 
 def load_model(model: str | Path | ModelFiles, *, dtype: str = "auto", sharding: Shardings = None) -> nnx.Module:
@@ -72,7 +76,11 @@ def load_config(model: str | Path | ModelFiles) -> ModelConfig:
         ModelLoadError: see `load_model`.
     """
     files = resolve(model)
-    config = model_config_from_hf(read_hf_config(files), str(files.path))
+    hf = read_hf_config(files)
+    depth = hf.get("num_hidden_layers")
+    if isinstance(depth, int) and depth > _MAX_LAYERS:
+        raise ModelLoadError(f"{files.path}: num_hidden_layers is {depth}, but at most {_MAX_LAYERS} can be loaded")
+    config = model_config_from_hf(hf, str(files.path))
     if files.kind == "hf":
         return replace(config, dtype=stored_dtype(open_reader(files)))
     if files.kind == "converted":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,14 @@ class PytorchReader:
         self._tensors: dict[str, Any] = {}
         for path in sorted(folder.glob("pytorch_model*.bin")):
             try:
-                loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+                # Files of torch before 1.6 are no zip archives and cannot be mapped.
+                mapped = zipfile.is_zipfile(path)
+                loaded = torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
             except Exception as error:  # torch raises RuntimeError, UnpicklingError, OSError and more
-                reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-                raise ModelLoadError(f"torch cannot safely load {path}: {reason}") from error
+                raise ModelLoadError(
+                    f"torch's safe loader refuses {path} ({type(error).__name__}): it is damaged or holds more than "
+                    "tensors; use a copy of the model in safetensors"
+                ) from error
             if not isinstance(loaded, dict) or not all(isinstance(t, torch.Tensor) for t in loaded.values()):
                 raise ModelLoadError(f"{path} holds something else than named tensors; use a copy in safetensors")
             self._tensors |= loaded

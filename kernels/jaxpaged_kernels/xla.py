@@ -17,7 +17,7 @@ from jax import lax
 from jaxpaged_kernels.cache import from_storage
 
 KEYS_PER_GROUP = 128
-ROWS_PER_TILE = 8
+ROWS_PER_TILE = 4
 TOKENS_PER_TILE = 64
 _MASKED = -1e30  # finite, so that a row whose keys are all masked so far rescales by exp(0), not by NaN
 
@@ -173,14 +173,19 @@ def _attend(q: jax.Array, positions: jax.Array, cache: _Cache, tables: jax.Array
         visible = key <= positions[..., None]  # [B, M, L]
         if cache.window is not None:
             visible &= key > positions[..., None] - cache.window
-        k = from_storage(k_pool[ids], q.dtype).reshape(num_rows, -1, num_kv_heads, head_dim)
-        v = from_storage(v_pool[ids], q.dtype).reshape(num_rows, -1, num_kv_heads, head_dim)
+        k = _read(k_pool, ids, q.dtype)
+        v = _read(v_pool, ids, q.dtype)
         v = jnp.where(owned[..., None, None], v, 0)  # what others left there may be NaN, and 0 * NaN is NaN
         return _accumulate(state, q, k, v, visible[:, None, :, None], cache)
 
     state = lax.fori_loop(first_group, end_group, body, state)
     out = state.out / jnp.where(state.total == 0, 1, state.total)[..., None]
     return out.transpose(0, 2, 1, 3, 4)
+
+
+def _read(pool: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The keys or values of blocks `ids` [B, N], as [B, N * block, KVH, D]."""
+    return from_storage(pool[ids], dtype).reshape(ids.shape[0], -1, *pool.shape[2:])
 
 
 def _accumulate(

@@ -324,6 +324,18 @@ def test_what_runs_across_a_reset_is_not_found_later() -> None:
     rig.run()
 
 
+def test_who_waits_across_a_reset_finds_nothing_from_before() -> None:
+    rig = Rig(num_blocks=8)
+    rig.add("a", list(range(20)), max_tokens=2)
+    late = rig.add("b", list(range(20)), max_tokens=2)
+    plan = rig.schedule()
+    assert counts(plan) == {"a": 20}
+    rig.scheduler.reset_prefix_cache()
+    rig.scheduler.update(plan, rig.model.run(plan))
+    rig.run()
+    assert late.num_cached_tokens == 0
+
+
 def test_equal_prompts_of_one_step_are_computed_each_but_kept_once() -> None:
     rig = Rig()
     rig.add("a", list(range(9)), max_tokens=1)
@@ -394,14 +406,41 @@ def test_swap_falls_back_to_recompute_without_room() -> None:
     assert stats.preemptions_total > 0 and stats.swapped_out_blocks_total == 0
 
 
+def test_a_prompt_that_is_not_yet_forked_is_not_swapped() -> None:
+    rig = Rig(num_blocks=8, host=10, preemption_mode="swap", long_prefill_token_threshold=8, reserve_full_prompt=False)
+    rig.add("a", 8, max_tokens=20)
+    late = rig.add("b", 24, max_tokens=2, n=2)
+    rig.step(3)
+    assert late.sequences[0].num_computed == 0 and late.num_preemptions == 1
+    assert late.sequences[0].status is SequenceStatus.WAITING
+    rig.run()
+    assert rig.scheduler.stats().swapped_out_blocks_total == 0
+
+
 def test_nobody_is_admitted_in_a_step_that_preempted() -> None:
     rig = Rig(num_blocks=6)
     rig.add("a", 8, max_tokens=10)
     rig.add("b", 8, max_tokens=10)
     rig.step(5)
-    rig.add("c", 1, max_tokens=1)
+    rig.add("c", 1, max_tokens=1, arrival_time=-1.0)  # at the head of the queue, and b leaves room for it
     assert counts(rig.step()) == {"a": 1}
     assert rig.scheduler.stats().preemptions_total == 1
+    assert counts(rig.step()) == {"a": 1, "c": 1}
+    rig.run()
+
+
+def test_a_step_is_planned_again_when_all_that_was_planned_gave_way() -> None:
+    """a waits for more budget than b's decodes leave, and then b, alone in the plan, gives way to a's one block."""
+    rig = Rig(num_blocks=71, enable_chunked_prefill=False, reserve_full_prompt=False)
+    rig.add("a", 1, max_tokens=63, n=2)
+    rig.step(62)
+    rig.scheduler.drop_kv()
+    rig.add("b", 20, max_tokens=44, n=6)
+    assert counts(rig.step()) == {"a": 1, "b": 20}
+    while not rig.requests["b"].num_preemptions:
+        plan = rig.step()
+        assert counts(plan) in ({"b": 6}, {"a": 62})
+    assert counts(plan) == {"a": 62}
     rig.run()
 
 
@@ -437,7 +476,7 @@ def test_the_watermark_stays_free_but_never_locks_out() -> None:
 
 def test_prompts_under_way_keep_their_claim() -> None:
     """Two prompts that do not fit together are not both admitted on the strength of the same free blocks."""
-    rig = Rig(num_blocks=10, max_num_batched_tokens=8)
+    rig = Rig(num_blocks=10, long_prefill_token_threshold=8)
     rig.add("a", 24, max_tokens=2)
     rig.step()
     rig.add("b", 24, max_tokens=2)

@@ -93,12 +93,12 @@ def jobs(draw: st.DrawFn) -> Job:
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model: nnx.Module) -> dict[str, Engine]:
+def engines(tiny_model: nnx.Module, tiny_tokenizer: object) -> dict[str, Engine]:
     def start(config: EngineConfig) -> Engine:
         checked = EngineConfig(
             **{**vars(config), "debug_checks": True, "warmup": False, "compilation_cache": "", "max_logprobs": 2}
         )
-        return Engine(tiny_model, None, checked, generation=GenerationConfig(eos_token_ids=(EOS,)))
+        return Engine(tiny_model, tiny_tokenizer, checked, generation=GenerationConfig(eos_token_ids=(EOS,)))
 
     return {name: start(config) for name, config in CONFIGS.items()}
 
@@ -159,9 +159,10 @@ def test_the_pools_are_small_enough_to_preempt(engines: dict[str, Engine]) -> No
     heavy = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
     for engine in engines.values():
         before = engine.stats().scheduler
-        for _ in range(2):
-            for i, stream in enumerate(STREAMS):
-                engine.add_request(str(i), stream[:30], heavy)
+        batches = [[(str(i), STREAMS[i % 3][i : i + 14]) for i in range(6)], [("a", STREAMS[0])], [("b", STREAMS[0])]]
+        for batch in batches:
+            for name, prompt in batch:
+                engine.add_request(name, prompt, heavy)
             while engine.has_unfinished_requests():
                 engine.step()
         after = engine.stats().scheduler

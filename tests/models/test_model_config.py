@@ -228,6 +228,25 @@ def test_bad_windows_and_heads_are_refused(name: str, fields: dict[str, Any], me
         convert(name, **fields)
 
 
+@pytest.mark.parametrize("name", ["llama3_tied", "llama_yarn", "mistral_window", "qwen2_window", "qwen3_layer_types"])
+def test_junk_in_any_field_is_refused_or_means_a_model(name: str) -> None:
+    """No value of any field may end in another error than ours, or in a field of the wrong type."""
+    junk = [None, True, -1, 0, 1.5, float("inf"), "x", "", [], [None], [[]], {}, {"full_attention": {}}]
+    rope_key = next((k for k in ("rope_parameters", "rope_scaling") if k in CONFIGS[name]), None)
+    rope = CONFIGS[name].get(rope_key, {})
+    spoiled = [{key: value} for key in CONFIGS[name] for value in junk]
+    spoiled += [{rope_key: rope | {key: value}} for key in rope for value in junk]
+    for fields in spoiled:
+        try:
+            config = convert(name, **fields)
+        except ModelLoadError as error:
+            assert str(error).startswith(("config.json", "architecture")), fields
+        else:
+            assert type(config.head_dim) is type(config.num_kv_heads) is type(config.vocab_size) is int
+            assert type(config.rope.theta) is type(config.rope.factor) is type(config.rms_norm_eps) is float
+            assert all(window is None or type(window) is int for window in config.windows)
+
+
 def test_error_names_the_given_source() -> None:
     with pytest.raises(ModelLoadError, match=r"^/models/x/config\.json lacks 'vocab_size'"):
         model_config_from_hf(CONFIGS["llama"] | {"vocab_size": None}, "/models/x/config.json")

@@ -154,6 +154,27 @@ async def test_a_cancelled_task_frees_its_request(fake: FakeEngine) -> None:
             assert fake.held == {}
 
 
+async def test_a_loop_that_is_left_frees_its_request(fake: FakeEngine) -> None:
+    fake.step_s = 0.005
+    async with AsyncEngine(fake) as engine:
+        async for _ in engine.generate("hi", ENDLESS, "a"):
+            break
+        await settled(engine, fake)
+        assert fake.held == {}
+
+
+async def test_a_cancelled_abort_still_frees(fake: FakeEngine) -> None:
+    fake.step_s = 0.01
+    async with AsyncEngine(fake) as engine:
+        stream = await engine.submit([EngineRequest("a", "hi", ENDLESS)])
+        abort = asyncio.create_task(engine.abort("a"))
+        await asyncio.sleep(0)
+        abort.cancel()
+        assert [o.outputs[0].finish_reason async for o in stream][-1] == "abort"
+        await settled(engine, fake)
+        assert fake.held == {} and engine.num_open_requests == 0
+
+
 @pytest.mark.parametrize("kind", OutputKind)
 async def test_abort_ends_the_stream(fake: FakeEngine, kind: OutputKind) -> None:
     fake.step_s = 0.005
@@ -262,12 +283,13 @@ async def test_long_texts_are_tokenized_off_the_loop(fake: FakeEngine, monkeypat
 
     monkeypatch.setattr(fake, "tokenizer", Spy())
     engine = AsyncEngine(fake)
-    assert len(await engine.tokenize("x" * INLINE_TOKENIZE_CHARS)) == INLINE_TOKENIZE_CHARS + 1
-    assert len(await engine.tokenize("x" * (INLINE_TOKENIZE_CHARS + 1), add_special_tokens=False)) == (
-        INLINE_TOKENIZE_CHARS + 1
-    )
+    half = "x" * (INLINE_TOKENIZE_CHARS // 2)
+    assert await engine.tokenize([half, half]) == [tokenizer.encode(half)] * 2
+    [ids] = await engine.tokenize([half + half + "x"], add_special_tokens=False)
+    assert ids == tokenizer.encode(half + half + "x", add_special_tokens=False)
+    assert len(await engine.tokenize([half, half, "x"])) == 3
     here = threading.get_ident()
-    assert threads[0] == here and threads[1] != here
+    assert [t == here for t in threads] == [True, True, False, False, False, False]
 
 
 def test_a_second_event_loop_is_refused(fake: FakeEngine) -> None:

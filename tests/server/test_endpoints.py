@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from importlib.metadata import version
 from typing import Any
 
@@ -146,6 +147,24 @@ async def test_request_id_headers(start_server: StartServer) -> None:
                 assert "cmpl-mine" in await r.text()
         async with client.session.get(client.url + "/version") as r:
             assert bool(r.headers.get("X-Request-Id")) == enabled
+
+
+async def test_odd_bytes_in_headers_do_no_harm(start_server: StartServer) -> None:
+    client = await start_server(enable_request_id_headers=True, allowed_origins=("*",), api_keys=("k",))
+    head = b"Host: x\r\nConnection: close\r\nOrigin: \xff\r\nX-Request-Id: a\xff\xc3\xa9b\r\n"
+    body = b'{"prompt": "hi"}'
+    post = b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+    for first, rest, status in (
+        (b"POST /v1/completions", b"Authorization: Bearer k\r\n" + post, b"200"),
+        (b"POST /v1/completions", b"Authorization: Bearer k\r\nX-Vllm-Priority: \xff\r\n" + post, b"400"),
+        (b"GET /v1/models", b"Authorization: Bearer \xff\r\n\r\n", b"401"),
+        (b"OPTIONS /x", b"Access-Control-Request-Method: GET\r\nAccess-Control-Request-Headers: \xff\r\n\r\n", b"200"),
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", client.port)
+        writer.write(first + b" HTTP/1.1\r\n" + head + rest)
+        answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 " + status) and b"X-Request-Id: ab\r\n" in answer, answer
 
 
 async def samples(client: Client) -> dict[str, dict[tuple[str, ...], float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import runpy
@@ -227,6 +228,7 @@ convert(sys.argv[1], sys.argv[2], progress=False)
     assert str(leftover) in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's /proc")
 def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
     config = LLAMA_CONFIG | {
         "vocab_size": 8192,
@@ -247,27 +249,25 @@ def test_memory_stays_near_the_largest_tensor(tmp_path: Path) -> None:
     assert total > 7 * largest
     tiny = write_folder(tmp_path / "tiny", TENSORS, LLAMA_CONFIG)
     code = """
-import sys, threading, time
-import psutil
+import re, sys
 from jaxpaged.weights import convert
+
+def peak():  # of this program: ru_maxrss would begin with what the parent process holds
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+
 tiny, big, out = sys.argv[1:]
 convert(tiny, out + "-tiny", progress=False)
-memory = psutil.Process().memory_info
-before = peak = memory().rss
-def watch():
-    global peak
-    while True:
-        peak = max(peak, memory().rss)
-        time.sleep(0.001)
-threading.Thread(target=watch, daemon=True).start()
+before = peak()
 convert(big, out, progress=False)
-print(peak - before)
+print(peak() - before)
 """
     out, err = run(code, tiny, folder, tmp_path / "out").communicate(timeout=300)
     assert out, err
     assert int(out) < 3 * largest
 
 
+# Orbax drops the reads that it had not begun when the first one fails.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("damage", ["truncate", "remove", "metadata"])
 def test_damaged_checkpoint(converted: Path, damage: str) -> None:
     weights = converted / "weights"
@@ -281,6 +281,8 @@ def test_damaged_checkpoint(converted: Path, damage: str) -> None:
     with pytest.raises(ModelLoadError, match=r"weights is damaged: .*; convert the model again") as caught:
         load_model(converted)
     assert "\n" not in str(caught.value)
+    del caught
+    gc.collect()  # now, not within another test
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from weights.tiny_files import (
 )
 
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.weights import gguf_reader
+from jaxpaged.weights import gguf_reader, load_config, load_generation_config, load_tokenizer
 from jaxpaged.weights.gguf_file import GGUFFile
 from jaxpaged.weights.gguf_reader import GGUFReader, hf_name, read_tensor
 from jaxpaged.weights.reader import DTYPES
@@ -243,3 +243,35 @@ def test_hostile_headers(tmp_path: Path, content: tuple[str, bytes]) -> None:
     path.write_bytes(content[1] + bytes(16))
     with pytest.raises(ModelLoadError, match=r"bad\.gguf"):
         GGUFFile.open(path)
+
+
+def test_random_damage_is_a_clear_error_or_harmless(tmp_path: Path) -> None:
+    """Bytes of a whole model file's header are changed at random: nothing but ModelLoadError may come out."""
+    tokenizer = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": ["<unk>", "<s>", "</s>", "a", "b", "ab"],
+        "tokenizer.ggml.scores": [0.0, 0.0, 0.0, -1.0, -2.0, -0.5],
+        "tokenizer.ggml.token_type": [2, 3, 3, 1, 1, 1],
+    }
+    stored = llama_gguf_tensors(random_tensors(llama_shapes()))
+    path = write_gguf(tmp_path / "m.gguf", LLAMA_METADATA | tokenizer, stored)
+    whole = path.read_bytes()
+    header = min(tensor.offset for tensor in GGUFFile.open(path).tensors.values())
+    rng = np.random.default_rng(1)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(whole)
+        for at in rng.integers(0, header, rng.integers(1, 4)):
+            damaged[at] = rng.integers(0, 256)
+        path.write_bytes(damaged)
+        try:
+            load_config(path)
+            load_generation_config(path)
+            load_tokenizer(path)
+            reader = GGUFReader(path)
+            for name in reader.names():
+                reader.read(name)
+        except ModelLoadError as error:
+            refused += 1
+            assert "\n" not in str(error)
+    assert refused > 100

@@ -192,6 +192,7 @@ def test_shards_that_are_missing_or_elsewhere(hf_folder: Path) -> None:
         (json.dumps(LLAMA_CONFIG | {"architectures": ["BertModel"]}), r"BertModel.*LlamaForCausalLM"),
         (json.dumps(LLAMA_CONFIG | {"num_attention_heads": "4"}), "num_attention_heads"),
         (json.dumps(LLAMA_CONFIG | {"hidden_size": 1 << 40}), "misshapen"),
+        (json.dumps(LLAMA_CONFIG | {"num_hidden_layers": 10**12}), "num_hidden_layers is 1000000000000, but at most"),
         (json.dumps(LLAMA_CONFIG | {"quantization_config": {"quant_method": "gptq"}}), "quantization_config"),
     ],
 )
@@ -210,8 +211,20 @@ def test_pickles_are_not_read_without_torch(hf_folder: Path) -> None:
     (hf_folder / "model.safetensors").unlink()
     (hf_folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch /tmp/owned'\ntR.")
     assert resolve(hf_folder).kind == "hf"
-    with pytest.raises(ModelLoadError, match=r"pytorch_model\*\.bin.*(install torch|cannot safely load)"):
+    with pytest.raises(ModelLoadError, match=r"pytorch_model\*\.bin.*install torch|safe loader refuses"):
         load_model(hf_folder)
+
+
+@pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
+def test_pickles_of_tensors_with_torch(hf_folder: Path, zipped: bool) -> None:
+    torch = pytest.importorskip("torch")
+    (hf_folder / "model.safetensors").unlink()
+    tensors = random_tensors(llama_shapes(), ml_dtypes.bfloat16)
+    names = list(tensors)
+    for i, part in enumerate((names[:9], names[9:])):
+        stored = {name: torch.from_numpy(tensors[name].view(np.int16)).view(torch.bfloat16) for name in part}
+        torch.save(stored, hf_folder / f"pytorch_model-{i}.bin", _use_new_zipfile_serialization=zipped)
+    assert_holds(load_model(hf_folder), tensors, ml_dtypes.bfloat16)
 
 
 def test_generation_config(hf_folder: Path) -> None:
