@@ -52,7 +52,7 @@ class StepPlan:
         positions: [T] int32, position of each token in its sequence.
         query_starts: [S + 1] int32, sequence s owns tokens query_starts[s] to query_starts[s + 1].
         kv_lens: [S] int32, tokens of each sequence in the pool once this step has written its own.
-        block_tables: [S, P] int32, block ids, padded with 0 (the null block).
+        block_tables: [S, W] int32, block ids, padded with 0 (the null block); W = blocks of the longest table.
         sample: the draws; row i belongs to `sampled[i]`.
         sampled: the N sequences that get a token.
         scheduled: the S sequences, in order.

@@ -64,13 +64,14 @@ class PlanBuilder:
             scheduled += tuple(holders)
         query_starts = np.zeros(len(order) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
+        width = int(rows.num_blocks[order].max())
         return StepPlan(
             num_decodes=num_decodes,
             token_ids=_concat(tokens),
             positions=_concat(positions),
             query_starts=query_starts,
             kv_lens=rows.num_computed[order] + counts,
-            block_tables=rows.block_tables[order],
+            block_tables=rows.block_tables[order, :width],
             sample=self._sample(_concat(draws), _concat(draw_rows), _concat(positions)),
             sampled=sampled,
             scheduled=scheduled,

@@ -76,6 +76,7 @@ class AsyncEngine:
         self._inbox: deque[_Call] = deque()  # guarded by _wakeup
         self._stopping = False  # guarded by _wakeup
         self._thread: threading.Thread | None = None
+        self._last_outputs: list[RequestOutput] = []  # of aborted requests; belongs to the engine's thread
         # The rest belongs to the event loop.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._streams: dict[str, RequestStream] = {}
@@ -177,15 +178,18 @@ class AsyncEngine:
 
     async def abort(self, request_id: str) -> bool:
         """Ends a request, whose stream then ends with finish_reason "abort". False if it is not there."""
-        stream = self._streams.get(request_id)
-        if stream is None or not stream.end_with_abort(request_id):
+        if request_id not in self._streams:
             return False
-        await asyncio.shield(self.release([request_id]))  # it is freed even if the caller is cancelled
-        return True
+        (ended,) = await asyncio.shield(self.release([request_id]))  # it is freed even if the caller is cancelled
+        return bool(ended)
 
     def release(self, request_ids: list[str]) -> asyncio.Future[Any]:
-        """Frees what requests hold, before the next step. Their ids can be used again when the future is done."""
-        call = self._call(lambda: [self.engine.abort_request(i) for i in request_ids])
+        """Ends requests and frees what they hold, before the next step; their streams get the last output.
+
+        Returns:
+            A future: whether each was still there. When it is done the ids can be used again.
+        """
+        call = self._call(partial(self._abort_all, request_ids))
         call.add_done_callback(partial(self._released, request_ids))
         return call
 
@@ -209,9 +213,8 @@ class AsyncEngine:
                 await self._idle.wait()
         except TimeoutError:
             logger.warning("aborting %d requests that did not finish within %g s", len(self._streams), deadline_s)
-        for request_id, stream in list(self._streams.items()):
-            if stream.end_with_abort(request_id):
-                self.release([request_id])
+        if self._streams:
+            self.release(list(self._streams))
         with self._wakeup:
             self._stopping = True
             self._wakeup.notify()
@@ -322,7 +325,9 @@ class AsyncEngine:
             while (calls := self._next_calls()) is not None:
                 for call in calls:
                     call.run()
-                outputs = self.engine.step() if self.engine.has_unfinished_requests() else []
+                outputs, self._last_outputs = self._last_outputs, []
+                if self.engine.has_unfinished_requests():
+                    outputs += self.engine.step()
                 for output in outputs:
                     output.metrics = copy.copy(output.metrics)  # the engine goes on writing to its own
                 if not self._post(self._deliver, calls, outputs, self.engine.stats()):
@@ -365,6 +370,11 @@ class AsyncEngine:
                     self.engine.abort_request(request_id)
                 raise
             added.append(request.request_id)
+
+    def _abort_all(self, request_ids: list[str]) -> list[bool]:
+        outputs = [self.engine.abort_request(i) for i in request_ids]
+        self._last_outputs += [output for output in outputs if output is not None]
+        return [output is not None for output in outputs]
 
     def _post(self, function: Callable[..., None], *args: Any) -> bool:
         """Runs `function` in the event loop; False when the loop is gone."""

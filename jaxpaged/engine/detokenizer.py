@@ -42,7 +42,7 @@ class Detokenizer:
         self.stop: str | None = None
         self._include_stop = params.include_stop_str_in_output
         self._pieces = _Pieces(backend_tokenizer(tokenizer), params.skip_special_tokens, prompt_token_ids)
-        self._searcher = _StopSearcher(params.stop) if params.stop else None
+        self._searcher = _StopSearcher(tuple(params.stop)) if params.stop else None
         self._ready: list[str] = []
 
     def append(self, token_ids: list[int], finished: bool) -> str | None:

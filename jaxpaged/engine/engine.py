@@ -6,6 +6,7 @@ import logging
 import random
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -129,13 +130,17 @@ class Engine:
         """Raises what `add_request` would raise for a bad request, and queues nothing."""
         self._make_request("", prompt, params, dry_run=True)
 
-    def abort_request(self, request_id: str) -> bool:
-        """Ends a request and frees its blocks at once; no output comes any more. False if it is not there."""
-        if self._outputs.pop(request_id, None) is None:
-            return False
-        aborted = self._scheduler.abort(request_id)
-        self._finished[FinishReason.ABORT.value] += 1
-        return aborted
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        """Ends a request and frees its blocks at once.
+
+        Returns:
+            Its last output, with finish_reason "abort" for what was still running; None if it is not there.
+        """
+        builder = self._outputs.get(request_id)
+        if builder is None:
+            return None
+        self._scheduler.abort(request_id)
+        return self._build([builder], time.monotonic())[0]
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished()
@@ -160,6 +165,9 @@ class Engine:
             result = self._runner.run(plan)
         except Exception as error:
             return self._fail(plan, error)
+        except BaseException:  # such as Ctrl-C: the requests stay, and compute again what the step may have half done
+            self._scheduler.drop_kv()
+            raise
         return self._collect(plan, result, self._scheduler.update(plan, result))
 
     def stats(self) -> EngineStats:
@@ -252,7 +260,7 @@ class Engine:
                 self._scheduler.finish(sequence, FinishReason.STOP, stop)
         return self._build(touched.values(), now)
 
-    def _build(self, builders: Any, now: float, error: str | None = None) -> list[RequestOutput]:
+    def _build(self, builders: Iterable[OutputBuilder], now: float, error: str | None = None) -> list[RequestOutput]:
         outputs = []
         for builder in builders:
             request = builder.request

@@ -113,7 +113,7 @@ def _first_at(table: jax.Array, value: jax.Array) -> jax.Array:
     """[N] int32, the lowest id at which a row of the table equals its `value` [N]."""
     _, rows, columns = table.shape
     ids = jnp.arange(rows * columns, dtype=jnp.int32).reshape(rows, columns)
-    found = jnp.where(table == value[:, None, None], ids, jnp.iinfo(jnp.int32).max)
+    found = jnp.where(table == value[:, None, None], ids, rows * columns)
     return jnp.min(jnp.min(found, axis=1), axis=1)
 
 

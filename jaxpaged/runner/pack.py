@@ -119,7 +119,7 @@ def pack(plan: StepPlan, layout: Layout) -> IntArray:
     v["query_starts"][: S + 1] = plan.query_starts
     v["query_starts"][S + 1 :] = T
     v["kv_lens"][:S] = plan.kv_lens
-    v["block_tables"][:S] = plan.block_tables
+    v["block_tables"][:S, : plan.block_tables.shape[1]] = plan.block_tables
     v["num_decodes"][0] = plan.num_decodes
     sample = plan.sample
     v["num_logprobs"][0] = sample.num_logprobs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -38,6 +39,43 @@ class StepOutputs(NamedTuple):
     num_bad_ids: jax.Array
 
 
+_ATTENTION_FIELDS = ("slots", "block_tables", "kv_lens", "query_starts", "num_decodes")
+
+
+@partial(jax.jit, static_argnames=("scale", "window", "decode_only", "implementation"))
+def _write_and_attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    batch: dict[str, jax.Array],
+    *,
+    scale: float,
+    window: int | None,
+    decode_only: bool,
+    implementation: str | None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Attention's result and the two pools of one layer, this step's K and V written. Jitted so that it is traced and
+    lowered once for all layers of a program; XLA inlines it, and the pools stay where they are.
+    """
+    k_pool, v_pool = write_kv(k, v, k_pool, v_pool, batch["slots"])
+    out = paged_attention(
+        q,
+        k_pool,
+        v_pool,
+        batch["block_tables"],
+        batch["kv_lens"],
+        batch["query_starts"],
+        batch["num_decodes"][0],
+        scale=scale,
+        window=window,
+        decode_only=decode_only,
+        implementation=implementation,
+    )
+    return out, k_pool, v_pool
+
+
 @dataclass(frozen=True)
 class StepFunction:
     """The step of one program. Static facts are attributes, so that each instance is one compiled program.
@@ -59,6 +97,12 @@ class StepFunction:
     attention: str | None
     check_ids: bool
 
+    @property
+    def __name__(self) -> str:
+        """How profiles and compiler logs call the program."""
+        program = self.layout.program
+        return f"{program.kind}_{program.num_tokens}"
+
     def __call__(self, leaves: Sequence[jax.Array], pools: Pools, blob: jax.Array) -> tuple[Pools, StepOutputs]:
         """Runs the model over the blob's tokens, writes their KV into `pools` (donate them) and draws.
 
@@ -74,19 +118,19 @@ class StepFunction:
         def attend(
             layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
         ) -> jax.Array:
-            pools[layer] = write_kv(k, v, *pools[layer], batch["slots"])
-            return paged_attention(
+            out, k_pool, v_pool = _write_and_attend(
                 q,
+                k,
+                v,
                 *pools[layer],
-                batch["block_tables"],
-                batch["kv_lens"],
-                batch["query_starts"],
-                batch["num_decodes"][0],
+                {name: batch[name] for name in _ATTENTION_FIELDS},
                 scale=scale,
                 window=window,
                 decode_only=self.layout.program.kind == "decode",
                 implementation=self.attention,
             )
+            pools[layer] = k_pool, v_pool
+            return out
 
         hidden = model.hidden_states(batch["token_ids"], batch["positions"], attend)
         logits = model.logits(hidden[batch["token_index"]])

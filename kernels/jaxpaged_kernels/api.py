@@ -67,8 +67,8 @@ def paged_attention(
 
     Args:
         q: [T, H, D].
-        k_pool: [blocks, block_size, KVH, D], of q's dtype or the `pool_dtype` for it; H is a multiple of KVH, and the query heads that share a
-            KV head are consecutive.
+        k_pool: [blocks, block_size, KVH, D], of q's dtype or the `pool_dtype` for it; H is a multiple of KVH, and the
+            query heads that share a KV head are consecutive.
         v_pool: [blocks, block_size, KVH, D], likewise.
         block_tables: [S, P] int32; every entry is a valid block id, also where it is padding.
         kv_lens: [S] int32, at most P * block_size; 0 for a padding row, which has no tokens.

@@ -71,7 +71,7 @@ def copy_blocks(pools: Sequence[jax.Array], src: jax.Array, dst: jax.Array) -> l
 
 
 def gather_blocks(pools: Sequence[jax.Array], ids: jax.Array) -> list[jax.Array]:
-    """The blocks `ids` [C] int32 of every pool, each [C, block_size, KVH, D]; an id outside the pool reads any block."""
+    """The blocks `ids` [C] int32 of every pool, each [C, block_size, KVH, D]; an id outside a pool reads any block."""
     return [pool.at[ids].get(mode="clip") for pool in pools]
 
 

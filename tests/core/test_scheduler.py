@@ -85,7 +85,7 @@ def test_a_plan_of_decodes_draws_once_from_each_row_in_order() -> None:
     assert plan.sampled == plan.scheduled
     assert plan.positions.tolist() == [5, 5, 5] and plan.kv_lens.tolist() == [6, 6, 6]
     assert plan.sample.position.tolist() == [6, 6, 6]
-    assert plan.block_tables.shape == (3, 16)
+    assert plan.block_tables.shape == (3, 2)  # as wide as the longest table
     for array in (plan.token_ids, plan.positions, plan.query_starts, plan.kv_lens, plan.block_tables, plan.copies):
         assert array.dtype == np.int32
     rig.run()

@@ -167,7 +167,7 @@ def test_a_bad_request_is_refused_before_anything_is_queued(
     if param is not None:
         assert caught.value.param == param
     assert not engine.has_unfinished_requests()
-    assert not engine.abort_request("bad")
+    assert engine.abort_request("bad") is None
 
 
 def test_a_full_queue_refuses(tiny_model: nnx.Module) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import logging
 
 import jax
@@ -29,7 +30,7 @@ def refuse(*_: object, **__: object) -> jax.Array:
 def pick(caplog: pytest.LogCaptureFixture, arguments: dict[str, jax.Array], times: int = 1) -> list[logging.LogRecord]:
     with caplog.at_level(logging.INFO, logger="jaxpaged_kernels"):
         for _ in range(times):
-            paged_attention(**arguments, scale=1.0)
+            jax.eval_shape(functools.partial(paged_attention, scale=1.0), **arguments)
     return caplog.records
 
 
@@ -64,18 +65,16 @@ def test_none_can(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Arra
 
 
 def test_forced(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Array]) -> None:
-    expected = paged_attention(**arguments, scale=1.0, implementation="reference")
     monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", refuse)
     with pytest.raises(NotImplementedError, match="heads too large"):
         paged_attention(**arguments, scale=1.0, implementation="xla")
     monkeypatch.setitem(api.IMPLEMENTATIONS, "marked", lambda q, *_, **__: q + 7)
     marked = paged_attention(**arguments, scale=1.0, implementation="marked")
     np.testing.assert_array_equal(marked, arguments["q"] + 7)
-    assert expected.shape == marked.shape
 
 
 def test_unknown_implementation(arguments: dict[str, jax.Array]) -> None:
-    with pytest.raises(ValueError, match="implementation 'cuda' does not exist: use one of .*xla"):
+    with pytest.raises(ValueError, match="implementation 'cuda' does not exist: use one of xla, reference"):
         paged_attention(**arguments, scale=1.0, implementation="cuda")
 
 

@@ -135,13 +135,18 @@ class FakeEngine:
         self._waiting.append(request)
         self._builders[request_id] = OutputBuilder(request, self.tokenizer)
 
-    def abort_request(self, request_id: str) -> bool:
-        if self._builders.pop(request_id, None) is None:
-            return False
+    def abort_request(self, request_id: str) -> RequestOutput | None:
+        builder = self._builders.pop(request_id, None)
+        if builder is None:
+            return None
+        for sequence in builder.request.sequences:
+            if not sequence.is_finished:
+                sequence.status, sequence.finish_reason = SequenceStatus.FINISHED, FinishReason.ABORT
+        builder.metrics.finished_time = time.monotonic()
         self._running = [r for r in self._running if r.request_id != request_id]
         self._waiting = [r for r in self._waiting if r.request_id != request_id]
         self._finished["abort"] += 1
-        return True
+        return builder.build()
 
     def has_unfinished_requests(self) -> bool:
         return bool(self._running or self._waiting)
