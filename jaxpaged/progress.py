@@ -1,13 +1,23 @@
-"""The progress bar of `LLM.generate`."""
+"""Progress bars on stderr, for work that takes long: compiling, generating."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Collection, Iterator
+from concurrent.futures import Future, as_completed
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+
+def as_they_finish(futures: Collection[Future], title: str) -> Iterator[Future]:
+    """The futures as they finish, under a progress bar where stderr is a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as bar:
+        yield from bar.track(as_completed(futures), total=len(futures))
 
 
 class GenerationProgress:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 
-from jaxpaged_kernels.cache import pool_dtype, to_storage
+from jaxpaged_kernels import pool_dtype
 
 Rows = list[tuple[int, int]]  # (kv_len, query tokens) of each row
 Array = npt.NDArray[np.float64]
@@ -90,7 +90,7 @@ def make_case(
     free = list(rng.permutation(np.arange(1, num_blocks)))
 
     def values(*shape: int) -> npt.NDArray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+        return rng.standard_normal(shape).astype(jnp.dtype(dtype))
 
     tables = np.zeros((len(rows), table_width or max(*needs, 1)), np.int32)
     k_pool = np.full((num_blocks, block_size, num_kv_heads, head_dim), np.nan, jnp.dtype(dtype))
@@ -109,11 +109,11 @@ def make_case(
     stored = pool_dtype(dtype, "cpu") if raw_bits else jnp.dtype(dtype)
     arguments = (
         jnp.asarray(q),
-        to_storage(jnp.asarray(k_pool), stored),
-        to_storage(jnp.asarray(v_pool), stored),
+        jnp.asarray(k_pool.view(stored)),
+        jnp.asarray(v_pool.view(stored)),
         jnp.asarray(tables),
-        jnp.asarray([kv_len for kv_len, _ in rows], jnp.int32),
-        jnp.asarray(np.cumsum([0] + [queries for _, queries in rows]), jnp.int32),
-        jnp.asarray(num_decodes, jnp.int32),
+        jnp.asarray(np.array([kv_len for kv_len, _ in rows], np.int32)),
+        jnp.asarray(np.cumsum([0] + [queries for _, queries in rows]).astype(np.int32)),
+        jnp.asarray(np.int32(num_decodes)),
     )
     return PagedCase(arguments, rows, q.astype(np.float64), k_rows, v_rows)

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxpaged.config import EngineConfig, SchedulerConfig, format_size
 from jaxpaged.core.plan import StepPlan, StepResult
 from jaxpaged.errors import ConfigError
+from jaxpaged.progress import as_they_finish
 from jaxpaged.runner.buckets import Buckets, Program
 from jaxpaged.runner.compile_guard import CompileGuard
 from jaxpaged.runner.kv_cache import KVCache, PoolShape
@@ -185,9 +186,11 @@ class Runner:
         """Traces in sequence (the GIL), compiles in threads (XLA's work), largest first."""
         start = time.perf_counter()
         programs = sorted(self.buckets.programs, key=lambda p: p.num_tokens, reverse=True)
+        logger.info("compiling %d programs; a later start takes them from the cache", len(programs))
         with ThreadPoolExecutor(MAX_COMPILE_THREADS) as threads:
-            futures = {p: threads.submit(self._lower(p, self.num_blocks).compile) for p in programs}
-            self._programs = {p: future.result() for p, future in futures.items()}
+            futures = {threads.submit(self._lower(p, self.num_blocks).compile): p for p in programs}
+            for future in as_they_finish(futures, "Compiling"):
+                self._programs[futures[future]] = future.result()
         logger.info("compiled %d programs in %.1f s", len(programs), time.perf_counter() - start)
 
     def _run_all(self) -> None:

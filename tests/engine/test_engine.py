@@ -280,15 +280,16 @@ class TestStart:
             Engine(tiny_model, None, with_changes(SMALL, max_model_len=129))
 
 
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def warm(request: pytest.FixtureRequest) -> Engine:
+    model = random_model(tiny_config(), dtype=jnp.dtype(request.param))
+    # A pool that is large beside everything else in a step, so that a copy of one layer of it shows.
+    config = with_changes(SMALL, warmup=True, num_blocks=4096, swap_space=1 << 20)
+    return Engine(model, None, config)
+
+
 class TestPrograms:
     """Compiled programs: no compile after warm-up, no copy of the pool."""
-
-    @pytest.fixture(scope="class", params=["float32", "bfloat16"])
-    def warm(self, request: pytest.FixtureRequest) -> Engine:
-        model = random_model(tiny_config(), dtype=jnp.dtype(request.param))
-        # A pool that is large beside everything else in a step, so that a copy of one layer of it shows.
-        config = with_changes(SMALL, warmup=True, num_blocks=4096, swap_space=1 << 20)
-        return Engine(model, None, config)
 
     def test_nothing_compiles_after_warm_up(self, warm: Engine) -> None:
         rng = np.random.default_rng(3)
