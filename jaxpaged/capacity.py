@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxpaged.config import ModelConfig
 from jaxpaged.errors import ConfigError
 
 
@@ -65,16 +64,6 @@ def kv_bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype_bytes
     """Bytes of K and V that one token takes over all layers."""
     _check_positive(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
     return 2 * layers * kv_heads * head_dim * dtype_bytes
-
-
-def model_bytes_per_token(config: ModelConfig, dtype_bytes: int) -> int:
-    """The same for a model whose KV is stored in a type of `dtype_bytes` bytes."""
-    return kv_bytes_per_token(
-        layers=config.num_layers,
-        kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        dtype_bytes=dtype_bytes,
-    )
 
 
 def plan_capacity(

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jaxpaged.commands import chat, convert, generate, plan, pull, serve, version
 from jaxpaged.errors import ConfigError, InvalidRequestError, JaxpagedError
@@ -20,8 +21,15 @@ Start here:
 `jaxpaged COMMAND --help` explains each command with an example."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage of `serve` alone fills a screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxpaged",
         description="LLM serving for JAX with paged KV memory.",
         epilog=_EPILOG,

@@ -1,6 +1,6 @@
 """Every option of the engine, validated in one place.
 
-Frozen dataclasses only; nothing else in jaxpaged reads the environment. `EngineConfig` is what users
+Frozen dataclasses only; nothing here reads the environment. `EngineConfig` is what users
 set (`LLM(model, **options)` and the flags of `jaxpaged serve`); `CacheConfig` and `SchedulerConfig` are the parts
 of it that the scheduler needs, so that it can run with no model and no JAX.
 """
@@ -18,8 +18,17 @@ Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
+# What a value of an option's annotation may be; options with choices are checked against those.
+_TYPES: dict[str, tuple[type, ...]] = {
+    "bool": (bool,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "str | None": (str, type(None)),
+}
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d+)?)\s*(|[KMGT]i?B?|B)", re.IGNORECASE)
 _UNITS = {
     "": 1,
     "K": 10**3,
@@ -41,7 +50,7 @@ def parse_size(text: str | int) -> int:
     """
     if isinstance(text, int):
         return text
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ConfigError(f"{text!r} is not a size in bytes: write for example 4GiB, 512MiB, 2GB or 1048576")
     number, unit = match.groups()
@@ -60,6 +69,15 @@ def _check_range(name: str, value: float, low: float, high: float = math.inf) ->
     if not low <= value <= high:
         limit = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
         raise ConfigError(f"{name} is {value}, but must be {limit}")
+
+
+def _check_type(name: str, value: object, annotation: str) -> None:
+    kinds = _TYPES.get(annotation)
+    if kinds is None:
+        return
+    is_bool = isinstance(value, bool) and bool not in kinds
+    if is_bool or not isinstance(value, kinds):
+        raise ConfigError(f"{name} is {value!r}, but must be {annotation.replace(' | ', ' or ')}")
 
 
 def _check_choice(name: str, value: str, choices: Any) -> None:
@@ -153,7 +171,8 @@ class EngineConfig:
         max_model_len: None = as long as the model was trained for.
         kv_cache_memory: bytes of the KV pool. None: what is left on a GPU, 1 GiB on a CPU.
         num_blocks: blocks of the pool, over kv_cache_memory.
-        gpu_memory_utilization: share of the GPU's memory that weights, temporaries and pool may take together.
+        gpu_memory_utilization: share of the memory that JAX manages on a GPU (by default 75 % of the GPU's, see
+            XLA_PYTHON_CLIENT_MEM_FRACTION) that weights, temporaries and pool may take together.
         swap_space: bytes of the host pool for preemption by swapping.
         max_logprobs: most log-probabilities a request may ask for, for each token.
         attention: force an implementation of the kernels ("xla", "reference", "triton"); None picks by device.
@@ -187,6 +206,8 @@ class EngineConfig:
     debug_checks: bool = False
 
     def __post_init__(self) -> None:
+        for option in fields(self):
+            _check_type(option.name, getattr(self, option.name), str(option.type))
         _check_choice("dtype", self.dtype, DType)
         _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         _check_range("swap_space", self.swap_space, 0)
@@ -295,7 +316,3 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Sliding window of `layer` in tokens, or None."""
         return self.windows[layer] if self.windows else None
-
-    def kv_bytes_per_token(self, dtype_bytes: int) -> int:
-        """Bytes of K and V that one token takes over all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype_bytes

@@ -14,6 +14,7 @@ from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.stats import EngineStats
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.interrupts import interrupts_deferred
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.progress import GenerationProgress
 from jaxpaged.request import OutputKind, SamplingParams
@@ -57,6 +58,8 @@ class LLM:
         **options: Any,
     ) -> Self:
         """Serves a model that is in memory already; its weights are not copied.
+
+        A training step must not donate arrays that are being served: it would take them away.
 
         Args:
             module: one of `jaxpaged.models`, as `load_model` returns them.
@@ -135,7 +138,7 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                template_kwargs=chat_template_kwargs,
+                chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
         ]
@@ -151,7 +154,12 @@ class LLM:
         Raises:
             InvalidRequestError: the request cannot be served; raised here, not by the iterator.
         """
-        params = replace(sampling_params or self.get_default_sampling_params(), output_kind=OutputKind.DELTA)
+        prompts = _as_prompts(prompt)
+        if len(prompts) > 1:
+            raise InvalidRequestError(f"stream takes one prompt, not {len(prompts)}", param="prompt")
+        params = replace(
+            _as_params(sampling_params or self.get_default_sampling_params()), output_kind=OutputKind.DELTA
+        )
         self._engine.validate(prompt, params)
         return self._stream(prompt, params)
 
@@ -164,7 +172,8 @@ class LLM:
         Raises:
             ConfigError: another structure, shape or dtype; nothing has changed then.
         """
-        self._engine.update_weights(state)
+        with interrupts_deferred():
+            self._engine.update_weights(state)
 
     @property
     def max_model_len(self) -> int:
@@ -183,7 +192,8 @@ class LLM:
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix."""
-        self._engine.reset_prefix_cache()
+        with interrupts_deferred():
+            self._engine.reset_prefix_cache()
 
     def stats(self) -> EngineStats:
         """Counters since the start, and what is running now."""
@@ -191,8 +201,9 @@ class LLM:
 
     def shutdown(self) -> None:
         """Aborts what is running and gives back what the engine holds."""
-        self._engine.shutdown()
-        self._inboxes.clear()
+        with interrupts_deferred():
+            self._engine.shutdown()
+            self._inboxes.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -215,8 +226,9 @@ class LLM:
         results: list[RequestOutput | None] = [None] * len(prompts)
         try:
             for i, prompt in enumerate(prompts):
-                request_id = self._add(prompt, params[i], inbox, priority[i] if priority is not None else 0)
+                request_id = self._new_id()
                 order[request_id] = i
+                self._add(request_id, prompt, params[i], inbox, priority[i] if priority is not None else 0)
             with GenerationProgress(len(prompts), shown=show_progress and len(prompts) > 1) as progress:
                 while order:
                     self._step()
@@ -232,8 +244,9 @@ class LLM:
 
     def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
         inbox: deque[RequestOutput] = deque()
-        request_id = self._add(prompt, params, inbox)
+        request_id = self._new_id()
         try:
+            self._add(request_id, prompt, params, inbox)
             while True:
                 while not inbox:
                     if request_id not in self._inboxes:
@@ -246,39 +259,59 @@ class LLM:
         finally:
             self._drop(request_id)
 
-    def _add(self, prompt: Prompt, params: SamplingParams, inbox: deque[RequestOutput], priority: int = 0) -> str:
-        request_id = f"llm-{next(self._ids)}"
-        self._engine.add_request(request_id, prompt, params, priority=priority)
-        self._inboxes[request_id] = inbox
-        return request_id
+    def _new_id(self) -> str:
+        return f"llm-{next(self._ids)}"
+
+    def _add(
+        self, request_id: str, prompt: Prompt, params: SamplingParams, inbox: deque[RequestOutput], priority: int = 0
+    ) -> None:
+        with interrupts_deferred():
+            self._engine.add_request(request_id, prompt, params, priority=priority)
+            self._inboxes[request_id] = inbox
 
     def _drop(self, request_id: str) -> None:
-        self._inboxes.pop(request_id, None)
-        self._engine.abort_request(request_id)
+        with interrupts_deferred():
+            self._inboxes.pop(request_id, None)
+            self._engine.abort_request(request_id)
 
     def _step(self) -> None:
-        for output in self._engine.step():
-            inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
-            inbox.append(output)
+        with interrupts_deferred():
+            for output in self._engine.step():
+                inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
+                inbox.append(output)
 
     def _params_of_each(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
         if params is None:
             params = self.get_default_sampling_params()
-        each = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each = [*params] if isinstance(params, (list, tuple)) else [_as_params(params)] * count
         if len(each) != count:
             raise InvalidRequestError(
                 f"{len(each)} sampling parameters for {count} prompts; give one, or one for each",
                 param="sampling_params",
             )
-        return [replace(p, output_kind=OutputKind.FINAL_ONLY) for p in each]
+        return [replace(_as_params(p), output_kind=OutputKind.FINAL_ONLY) for p in each]
+
+
+def _as_params(params: object) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequestError(
+            f"{params!r:.80} is no SamplingParams; give one, e.g. SamplingParams(temperature=0)",
+            param="sampling_params",
+        )
+    return params
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts, from one or many."""
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+        raise InvalidRequestError(
+            f"prompts is of type {type(prompts).__name__}; give text, a list of token ids, or a list of either",
+            param="prompts",
+        )
     if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
         return [cast(list[int], list(prompts))]
     for item in prompts:

@@ -86,6 +86,12 @@ class SamplingParams:
     output_kind: OutputKind = OutputKind.FINAL_ONLY
 
     def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _check(value is None or isinstance(value, Collection), name, value, "a list")
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            _check(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
+        _check(isinstance(self.output_kind, OutputKind), "output_kind", self.output_kind, "an OutputKind")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids or ()))

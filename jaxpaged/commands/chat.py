@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("--system", metavar="TEXT", help="system message")
     add_sampling_options(parser, max_tokens=512)
-    add_engine_options(parser)
+    add_engine_options(parser, max_num_seqs="1", warmup=False)
     parser.set_defaults(max_num_seqs=1, warmup=False)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from jaxpaged.commands.options import MODEL_HELP, add_command
+from jaxpaged.commands.options import add_command
 
 
 def add_parser(commands: Any) -> None:
@@ -20,14 +20,16 @@ def add_parser(commands: Any) -> None:
         ),
         example="  jaxpaged convert ./SmolLM2-135M-Instruct ./smollm2-bf16 --dtype bfloat16",
     )
-    parser.add_argument("src", metavar="SRC", help=MODEL_HELP)
+    parser.add_argument(
+        "src", metavar="SRC", help="a Hugging Face folder, a GGUF file, a name of the catalog or of the hub"
+    )
     parser.add_argument("dst", metavar="DST", help="folder to write; must not exist, unless --overwrite")
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
         help="default: that of SRC, bfloat16 where it is quantized",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    parser.add_argument("--overwrite", action="store_true", help="replace DST if it is an earlier conversion")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to complete (default: standard input)")
     add_sampling_options(parser, max_tokens=128)
-    add_engine_options(parser)
+    add_engine_options(parser, max_num_seqs="1", warmup=False)
     parser.set_defaults(max_num_seqs=1, warmup=False)
 
 

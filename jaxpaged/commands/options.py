@@ -7,10 +7,10 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-from jaxpaged.config import GIB, DType, EngineConfig, Policy, PreemptionMode, parse_size
+from jaxpaged.config import DType, EngineConfig, Policy, PreemptionMode, parse_size
 from jaxpaged.errors import ConfigError
 
-_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kKmM]?)")
+_COUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)([kKmM]?)")
 _COUNT_UNITS = {"": 1, "k": 10**3, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
 
 MODEL_HELP = (
@@ -37,10 +37,7 @@ def size(text: str) -> int:
 
 def size_in_gib(text: str) -> int:
     """Bytes; a number without a unit counts GiB."""
-    try:
-        return int(float(text) * GIB)
-    except ValueError:
-        return size(text)
+    return size(f"{text}GiB" if text[-1:].isdigit() else text)
 
 
 def add_command(
@@ -58,8 +55,14 @@ def add_command(
     return parser
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Flags of `EngineConfig`, spelled as vLLM spells them; one that is not given leaves the config's default."""
+def add_engine_options(
+    parser: argparse.ArgumentParser, *, max_num_seqs: str = "32 on a CPU, 256 on a GPU", warmup: bool = True
+) -> None:
+    """Flags of `EngineConfig`, spelled as vLLM spells them; one that is not given leaves the config's default.
+
+    Args:
+        max_num_seqs, warmup: defaults as the help names them.
+    """
     unset: dict[str, Any] = {"default": argparse.SUPPRESS}
     on_off = argparse.BooleanOptionalAction
 
@@ -94,12 +97,12 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
 
     schedule = parser.add_argument_group("scheduling")
     add = schedule.add_argument
-    add("--max-num-seqs", type=int, metavar="N", help="most sequences at once (default: 32 on a CPU, 256)", **unset)
+    add("--max-num-seqs", type=int, metavar="N", help=f"most sequences at once (default: {max_num_seqs})", **unset)
     add(
         "--max-num-batched-tokens",
         type=count,
         metavar="N",
-        help="most tokens a step (default: 512 on a CPU, 2048)",
+        help="most tokens a step (default: 512 on a CPU, 2048 on a GPU)",
         **unset,
     )
     add("--enable-chunked-prefill", action=on_off, help="split prompts over steps (default: on)", **unset)
@@ -144,7 +147,10 @@ def add_engine_options(parser: argparse.ArgumentParser) -> None:
         **unset,
     )
     add(
-        "--no-warmup", dest="warmup", action="store_false", help="compile on first use instead of at the start", **unset
+        "--warmup",
+        action=on_off,
+        help=f"compile at the start instead of on first use (default: {'on' if warmup else 'off'})",
+        **unset,
     )
 
 

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
     shape = parser.add_argument_group("shape, instead of MODEL")
-    shape.add_argument("--layers", type=int, metavar="N")
+    shape.add_argument("--layers", type=int, metavar="N", help="decoder layers")
     shape.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads")
     shape.add_argument("--head-dim", type=int, metavar="N", help="size of a head")
     parser.add_argument("--dtype", choices=tuple(_DTYPE_BYTES), help="of the KV (default: the model's, else bfloat16)")

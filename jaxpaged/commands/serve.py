@@ -136,9 +136,14 @@ def run(args: argparse.Namespace) -> int:
     _log_to_stderr()
 
     from jaxpaged.engine.engine import Engine
-    from jaxpaged.server import run_server
+    from jaxpaged.server import bind, run_server
 
-    run_server(Engine.from_pretrained(args.model, engine_config), config)
+    sockets = bind(config)  # loading and compiling take minutes: an address in use is better known before
+    try:
+        run_server(Engine.from_pretrained(args.model, engine_config), config, sockets)
+    finally:
+        for sock in sockets:
+            sock.close()
     return 0
 
 
@@ -154,10 +159,12 @@ def _json_list(values: list[str]) -> list[str]:
     if len(values) != 1 or not values[0].startswith("["):
         return values
     try:
-        origins: list[str] = json.loads(values[0])
-    except ValueError as error:
+        origins = json.loads(values[0])
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--allowed-origins {values[0]!r} is no JSON list: {error}") from error
-    return origins
+    if not all(isinstance(origin, str) for origin in origins):
+        raise ConfigError(f"--allowed-origins {values[0]!r} is no JSON list of strings")
+    return list(origins)
 
 
 def _read_template(text: str) -> str:

@@ -15,7 +15,7 @@ def root_key(cache_salt: str | None, epoch: int) -> bytes:
         cache_salt: only requests with the same salt share blocks; None is its own value, not "".
         epoch: number of times the cache has been emptied, so that keys from before lead nowhere.
     """
-    salt = b"none" if cache_salt is None else b"salt" + cache_salt.encode()
+    salt = b"none" if cache_salt is None else b"salt" + cache_salt.encode(errors="surrogatepass")
     return hashlib.sha256(b"jaxpaged/prefix" + struct.pack("<q", epoch) + salt).digest()
 
 

@@ -197,7 +197,7 @@ class KVManager:
         self._checked_tables = {s: list(s.block_table) for s in sequences if s.block_table}
 
     def check_write(self, sequence: Sequence, end: int) -> None:
-        """Assert that writing tokens [num_computed, end) hits only blocks of its own, none that can be found."""
+        """Assert that writing tokens [num_computed, end) hits only blocks that no other table refers to."""
         for index in range(sequence.num_computed // self.block_size, num_blocks_for(end, self.block_size)):
             count = self.pool.ref_counts[sequence.block_table[index]]
             assert count == 1, f"{sequence} writes into block {sequence.block_table[index]} with {count} references"

@@ -89,8 +89,14 @@ class Scheduler:
         return True
 
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """End one sequence and free its blocks now; nothing happens if it has ended."""
+        """End one sequence and free its blocks now.
+
+        Of one that has ended nothing changes, save that a stop found in the text of its last possible token is the
+        reason why it ended, not its length.
+        """
         if sequence.is_finished:
+            if reason is FinishReason.STOP and sequence.finish_reason is FinishReason.LENGTH:
+                sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
         group = self._groups[sequence.request.request_id]
         if sequence.row >= 0 and self._rows.leads[sequence.row] and len(group.unfinished) > 1:
@@ -202,7 +208,9 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         pool, host_pool = self._kv.pool, self._kv.host_pool
-        num_swapped = sum(group.is_swapped for group in self._queue)
+        # Looked for only when the host pool holds anything: a long queue would cost time in every step.
+        swapping = host_pool.num_free < host_pool.num_usable
+        num_swapped = sum(group.is_swapped for group in self._queue) if swapping else 0
         return SchedulerStats(
             num_running=len(self._running),
             num_running_sequences=self._rows.num_used,

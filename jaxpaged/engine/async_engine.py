@@ -18,6 +18,7 @@ from jaxpaged.engine.validation import check_params, check_prompt
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import SamplingParams
+from jaxpaged.tokenizer import encode
 
 if TYPE_CHECKING:
     from jaxpaged.engine.engine import Engine
@@ -115,16 +116,16 @@ class AsyncEngine:
         """Token ids of each text.
 
         Raises:
-            InvalidRequestError: the engine has no tokenizer.
+            InvalidRequestError: the engine has no tokenizer, or a text is not valid Unicode.
         """
         tokenizer = self.engine.tokenizer
         if tokenizer is None:
             raise InvalidRequestError("a text prompt needs a tokenizer; give token ids", param="prompt")
 
-        def encode() -> list[list[int]]:
-            return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        def encode_all() -> list[list[int]]:
+            return [encode(tokenizer, text, add_special_tokens=add_special_tokens) for text in texts]
 
-        return encode() if sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(encode)
+        return encode_all() if sum(map(len, texts)) <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(encode_all)
 
     async def submit(self, requests: Sequence[EngineRequest]) -> RequestStream:
         """Queues requests, all or none, and returns the stream of their outputs once the engine has taken them.

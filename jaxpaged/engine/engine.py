@@ -23,9 +23,14 @@ from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import FinishReason, Request, SamplingParams
 from jaxpaged.runner.compile_cache import enable_compilation_cache
 from jaxpaged.runner.runner import Runner
+from jaxpaged.tokenizer import backend_tokenizer, encode
 from jaxpaged.weights import GenerationConfig, load_generation_config, load_model, load_tokenizer, resolve
+from jaxpaged_kernels.api import IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
+
+# Of the cause of a failed step, as its requests are told.
+MAX_ERROR_CHARS = 500
 
 
 class Engine:
@@ -55,6 +60,7 @@ class Engine:
         Raises:
             ConfigError: the options do not fit the model or the machine.
         """
+        _check_parts(model, tokenizer, config)
         enable_compilation_cache(config)
         self.config = config
         self.model_config: ModelConfig = model.config
@@ -75,6 +81,7 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._finished: Counter[str] = Counter()
         self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
+        self._pool_may_be_lost = False
         self._log_sizes()
 
     @classmethod
@@ -119,12 +126,15 @@ class Engine:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use; give each request its own", param="request_id"
             )
+        if not isinstance(priority, int):
+            raise InvalidRequestError(f"priority is {priority!r}, but must be an integer", param="priority")
         request = self._make_request(request_id, prompt, params)
         request.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         request.priority = priority
         request.cache_salt = cache_salt
+        builder = OutputBuilder(request, self.tokenizer)  # before it is queued: it must not be there without one
         self._scheduler.add(request)
-        self._outputs[request_id] = OutputBuilder(request, self.tokenizer)
+        self._outputs[request_id] = builder
 
     def validate(self, prompt: str | list[int], params: SamplingParams) -> None:
         """Raises what `add_request` would raise for a bad request, and queues nothing."""
@@ -150,8 +160,8 @@ class Engine:
 
         A failure on the device ends the requests of the batch with finish_reason "error" and leaves the others.
         """
-        if self._runner.cache.is_lost:
-            self._replace_pool()
+        if self._pool_may_be_lost:
+            self._restore_pool()
         plan = self._scheduler.schedule()
         if plan is None:
             return []
@@ -164,8 +174,10 @@ class Engine:
         try:
             result = self._runner.run(plan)
         except Exception as error:
+            self._pool_may_be_lost = True
             return self._fail(plan, error)
         except BaseException:  # such as Ctrl-C: the requests stay, and compute again what the step may have half done
+            self._pool_may_be_lost = True
             self._scheduler.drop_kv()
             raise
         return self._collect(plan, result, self._scheduler.update(plan, result))
@@ -185,7 +197,8 @@ class Engine:
         """Swaps the weights, with no compilation; `state` is an nnx state or module like the one being served.
 
         KV computed with the old weights is dropped: the prefix cache is emptied, and running requests compute their
-        tokens so far again before they go on.
+        tokens so far again before they go on. Arrays that are on the device already are not copied: a training step
+        must not donate them while they serve.
 
         Raises:
             ConfigError: another structure, shape or dtype; nothing has changed then.
@@ -239,7 +252,7 @@ class Engine:
             return list(prompt)
         if self.tokenizer is None:
             raise InvalidRequestError("a text prompt needs a tokenizer; give token ids", param="prompt")
-        return self.tokenizer(prompt)["input_ids"]
+        return encode(self.tokenizer, prompt)
 
     def _collect(self, plan: StepPlan, result: StepResult, accepted: list[int]) -> list[RequestOutput]:
         """Appends the accepted draws to their requests, ends those with a stop string, and builds the outputs."""
@@ -282,12 +295,15 @@ class Engine:
         )
         failed = self._scheduler.fail(plan)
         builders = [self._outputs[request.request_id] for request in failed]
-        return self._build(builders, time.monotonic(), error=f"{type(error).__name__}: {error}")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())  # XLA writes pages; the log has them all
+        return self._build(builders, time.monotonic(), error=reason[:MAX_ERROR_CHARS])
 
-    def _replace_pool(self) -> None:
-        """A step that failed, or was interrupted, took the pool with it: whoever has KV in it computes it again."""
-        self._runner.cache.allocate()
-        self._scheduler.drop_kv()
+    def _restore_pool(self) -> None:
+        """After a step that failed or was interrupted: if it took the pool, whoever had KV in it computes it again."""
+        if self._runner.cache.is_lost:
+            self._runner.cache.allocate()
+            self._scheduler.drop_kv()
+        self._pool_may_be_lost = False
 
     def _max_model_len(self) -> int:
         trained = self.model_config.max_position_embeddings
@@ -302,7 +318,10 @@ class Engine:
     def _drawable_vocab(self) -> int:
         """Embeddings are often padded beyond the tokenizer's last id; such an id must never be drawn."""
         vocab_size = self.model_config.vocab_size
-        return vocab_size if self.tokenizer is None else min(vocab_size, len(self.tokenizer))
+        if self.tokenizer is None:
+            return vocab_size
+        # Not the number of tokens: some tokenizers leave ids out.
+        return min(vocab_size, max(self.tokenizer.get_vocab().values()) + 1)
 
     def _log_sizes(self) -> None:
         tokens = (self.cache_config.num_blocks - 1) * self.cache_config.block_size
@@ -315,4 +334,15 @@ class Engine:
             self.cache_config.block_size,
             length,
             tokens / length,
+        )
+
+
+def _check_parts(model: object, tokenizer: Any | None, config: EngineConfig) -> None:
+    if not isinstance(getattr(model, "config", None), ModelConfig):
+        raise ConfigError(f"{type(model).__name__} is no model of jaxpaged.models; load one with load_model")
+    if tokenizer is not None:
+        backend_tokenizer(tokenizer)
+    if config.attention is not None and config.attention not in IMPLEMENTATIONS:
+        raise ConfigError(
+            f"attention is {config.attention!r}, but must be one of {', '.join(IMPLEMENTATIONS)} in this version"
         )

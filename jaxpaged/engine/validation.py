@@ -10,10 +10,13 @@ def check_prompt(token_ids: list[int], *, vocab_size: int, max_model_len: int) -
     """Refuses a prompt that cannot be served.
 
     Raises:
-        InvalidRequestError: empty, a token id outside the vocabulary, or no room for one output token.
+        InvalidRequestError: empty, no integers, a token id outside the vocabulary, or no room for one output token.
     """
     if not token_ids:
         raise InvalidRequestError("the prompt is empty; give at least one token", param="prompt")
+    odd = next((kind for kind in set(map(type, token_ids)) if not issubclass(kind, int)), None)
+    if odd is not None:
+        raise InvalidRequestError(f"token ids must be int, but the prompt has a {odd.__name__}", param="prompt")
     bad = next((t for t in token_ids if not 0 <= t < vocab_size), None)
     if bad is not None:
         raise InvalidRequestError(

@@ -14,9 +14,12 @@ from typing import Literal
 
 from jaxpaged.core.plan import StepPlan
 
-# A single bf16 row is several times slower than two on a CPU, where XLA has no kernel for a matrix-vector product.
+# One bf16 row is several times slower than two on a CPU, where XLA has no kernel for a matrix-vector product. Up to
+# 8 rows a step is bound by reading the weights, so sizes between would cost a program (5 to 10 s to compile and about
+# 100 MB on a CPU, for 30 layers) and save little. The same holds for fewer than 32 tokens.
 MIN_DECODE_ROWS = 2
-MIN_MIXED_TOKENS = 16
+NEXT_DECODE_ROWS = 8
+MIN_MIXED_TOKENS = 32
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class Program:
         return f"{self.kind}[{self.num_tokens}]"
 
 
-def _powers_of_two(low: int, high: int) -> list[int]:
-    """Powers of two from `low` that stay below `high`, then `high` itself."""
+def _doubling(low: int, high: int) -> list[int]:
+    """`low`, twice `low` and so on while below `high`, then `high` itself."""
     sizes = []
     while low < high:
         sizes.append(low)
@@ -49,9 +52,11 @@ class Buckets:
     """The programs for a batch of at most `max_num_seqs` sequences and `max_num_batched_tokens` tokens."""
 
     def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        decode_rows = _powers_of_two(MIN_DECODE_ROWS, max(max_num_seqs, MIN_DECODE_ROWS))
-        rows = decode_rows[-1]
-        tokens = _powers_of_two(MIN_MIXED_TOKENS, max(max_num_batched_tokens, MIN_MIXED_TOKENS))
+        rows = max(max_num_seqs, MIN_DECODE_ROWS)
+        decode_rows = [MIN_DECODE_ROWS]
+        if rows > MIN_DECODE_ROWS:
+            decode_rows += _doubling(NEXT_DECODE_ROWS, rows)
+        tokens = _doubling(MIN_MIXED_TOKENS, max(max_num_batched_tokens, MIN_MIXED_TOKENS))
         self.decode = [Program("decode", size, size) for size in decode_rows]
         self.mixed = [Program("mixed", size, rows) for size in tokens]
         self._decode_rows = decode_rows
@@ -65,7 +70,5 @@ class Buckets:
         """The smallest program that holds `plan`."""
         num_seqs = len(plan.kv_lens)
         if plan.num_decodes == num_seqs:
-            # Siblings may draw several times from one row, so the draws can outnumber the rows.
-            rows = max(num_seqs, len(plan.sampled))
-            return self.decode[bisect_left(self._decode_rows, rows)]
+            return self.decode[bisect_left(self._decode_rows, num_seqs)]
         return self.mixed[bisect_left(self._mixed_tokens, plan.num_tokens)]

@@ -9,6 +9,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError
 from jaxpaged.weights.catalog import cache_dir
 
 logger = logging.getLogger(__name__)
@@ -18,11 +19,20 @@ def enable_compilation_cache(config: EngineConfig) -> None:
     """Points JAX at the cache folder of `config`. A folder that the process has chosen itself stays.
 
     JAX has one such setting a process; it holds from here on for everything that the process compiles.
+
+    Raises:
+        ConfigError: the folder cannot be made.
     """
     if config.compilation_cache == "" or jax.config.values["jax_compilation_cache_dir"]:
         return
     folder = Path(config.compilation_cache) if config.compilation_cache else cache_dir() / "xla"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the folder {folder} for compiled programs ({error.strerror or error}); set compilation_cache "
+            'to another one, or to "" to keep none'
+        ) from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     # JAX looks at the setting once, at the first compilation, which may have been before this.

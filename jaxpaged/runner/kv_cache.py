@@ -9,14 +9,17 @@ One (K, V) pair of arrays a layer:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxpaged.config import ModelConfig
+from jaxpaged.capacity import kv_bytes_per_token
+from jaxpaged.config import ModelConfig, format_size
 from jaxpaged.core.plan import IntArray
+from jaxpaged.errors import ConfigError
 from jaxpaged.runner.step import Pools
 from jaxpaged_kernels import copy_blocks, gather_blocks, pool_dtype, scatter_blocks
 
@@ -52,7 +55,12 @@ class PoolShape:
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, K and V."""
-        return 2 * self.num_layers * self.block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        return self.block_size * kv_bytes_per_token(
+            layers=self.num_layers,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype_bytes=self.dtype.itemsize,
+        )
 
     @property
     def bytes_per_layer(self) -> int:
@@ -72,35 +80,50 @@ class KVCache:
         pools: the device pool; each step donates it and puts back what comes out.
     """
 
-    def __init__(self, shape: PoolShape, *, num_host_blocks: int, max_copies: int) -> None:
+    def __init__(self, shape: PoolShape, device: jax.Device, *, num_host_blocks: int, max_copies: int) -> None:
         """Allocates both pools.
 
         Args:
+            device: where the weights are, too.
             num_host_blocks: blocks of the host pool, 0 = none.
             max_copies: most copies in one step.
         """
         self.shape = shape
         self.pools: Pools = []
+        self._device = device
         self._max_copies = max_copies
         self._copy = jax.jit(_copy, donate_argnums=0)
         self._gather = jax.jit(_gather)
         self._scatter = jax.jit(_scatter, donate_argnums=0)
         # K and V of each layer. np.zeros takes memory only where it is touched.
-        self._host = [np.zeros((num_host_blocks, *shape.array[1:]), shape.dtype) for _ in range(2 * shape.num_layers)]
+        host_shape = (num_host_blocks, *shape.array[1:])
+        try:
+            self._host = [np.zeros(host_shape, shape.dtype) for _ in range(2 * shape.num_layers)]
+        except (MemoryError, ValueError) as error:  # ValueError: more than numpy can address
+            num_bytes = format_size(num_host_blocks * shape.bytes_per_block)
+            raise ConfigError(f"this machine has no {num_bytes} for the host pool; lower swap_space") from error
         self.allocate()
 
     def allocate(self) -> None:
         """A fresh, zeroed device pool in place of the one there is."""
         self.pools = []
-        self.pools = [
-            (jnp.zeros(self.shape.array, self.shape.dtype), jnp.zeros(self.shape.array, self.shape.dtype))
-            for _ in range(self.shape.num_layers)
-        ]
+        zeros = partial(jnp.zeros, self.shape.array, self.shape.dtype, device=self._device)
+        self.pools = [(zeros(), zeros()) for _ in range(self.shape.num_layers)]
 
     @property
     def is_lost(self) -> bool:
-        """Whether a step failed after it had taken the pool."""
-        return any(array.is_deleted() for pair in self.pools for array in pair)
+        """Whether a failed step took the pool with it. Waits for the device.
+
+        The arrays are gone if the failure came between donation and result. As dispatch is asynchronous, they may also
+        be results that hold the failure, which would come up again in every later step.
+        """
+        if not self.pools:  # the last allocation failed
+            return True
+        try:
+            jax.block_until_ready(self.pools)
+        except RuntimeError:
+            return True
+        return False
 
     def copy(self, pairs: IntArray) -> None:
         """Copies blocks on the device, all at once. `pairs` [C, 2] int32: (source, destination)."""

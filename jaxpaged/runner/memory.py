@@ -10,6 +10,8 @@ from jaxpaged.config import GIB, EngineConfig, format_size
 from jaxpaged.errors import ConfigError
 
 DEFAULT_CPU_POOL = 1 * GIB
+# Slots are int32, and the number behind the last one marks padding.
+MAX_SLOTS = 2**31 - 1
 
 
 def pool_blocks(
@@ -30,7 +32,8 @@ def pool_blocks(
         temporaries_bytes: measured peak of a step's temporaries.
 
     Raises:
-        ConfigError: a request of `max_model_len` tokens would not fit; names the numbers and the remedies.
+        ConfigError: a request of `max_model_len` tokens would not fit, the pool has more slots than can be numbered, or
+            the device does not say how much memory it has; names the numbers and the remedies.
     """
     if config.num_blocks is not None:
         available, remedy = config.num_blocks * bytes_per_block, "raise num_blocks"
@@ -39,12 +42,7 @@ def pool_blocks(
     elif device.platform == "cpu":
         available, remedy = DEFAULT_CPU_POOL, "raise kv_cache_memory (on a CPU the default is 1 GiB)"
     else:
-        limit = device.memory_stats()["bytes_limit"] * config.gpu_memory_utilization
-        available = int(limit) - weights_bytes - temporaries_bytes
-        remedy = (
-            f"raise gpu_memory_utilization (now {config.gpu_memory_utilization:g}: {format_size(limit)} less "
-            f"{format_size(weights_bytes)} of weights and {format_size(temporaries_bytes)} of temporaries)"
-        )
+        available, remedy = _left_on_gpu(config, device, weights_bytes, temporaries_bytes)
     num_blocks = max(available, 0) // bytes_per_block
     # One block more than the tokens take: the null block.
     needed = math.ceil(max_model_len / config.block_size) + 1
@@ -55,4 +53,27 @@ def pool_blocks(
             f"memory, but the pool has {format_size(max(available, 0))}, enough for {longest} tokens; {remedy}, "
             "or lower max_model_len"
         )
-    return int(num_blocks)
+    if num_blocks * config.block_size > MAX_SLOTS:
+        raise ConfigError(
+            f"{num_blocks} blocks of {config.block_size} tokens are more than the {MAX_SLOTS} tokens that a pool can "
+            "number; lower num_blocks or kv_cache_memory"
+        )
+    return num_blocks
+
+
+def _left_on_gpu(
+    config: EngineConfig, device: jax.Device, weights_bytes: int, temporaries_bytes: int
+) -> tuple[int, str]:
+    """Bytes that the pool may take of what JAX manages on `device`, and what to do if they are too few."""
+    stats = device.memory_stats()
+    if stats is None or "bytes_limit" not in stats:
+        raise ConfigError(f"{device} does not say how much memory it has; set kv_cache_memory")
+    # Beside the weights that are served the process may hold others, such as those of a model in training.
+    in_use = max(stats.get("bytes_in_use", 0), weights_bytes)
+    limit = int(stats["bytes_limit"] * config.gpu_memory_utilization)
+    remedy = (
+        f"raise gpu_memory_utilization (now {config.gpu_memory_utilization:g}: {format_size(limit)} less "
+        f"{format_size(in_use)} in use and {format_size(temporaries_bytes)} of temporaries), let JAX take more of the "
+        "device (XLA_PYTHON_CLIENT_MEM_FRACTION)"
+    )
+    return limit - in_use - temporaries_bytes, remedy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -18,6 +19,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.progress import as_they_finish
 from jaxpaged.runner.buckets import Buckets, Program
 from jaxpaged.runner.compile_guard import CompileGuard
+from jaxpaged.runner.host_memory import release_free_memory
 from jaxpaged.runner.kv_cache import KVCache, PoolShape
 from jaxpaged.runner.memory import pool_blocks
 from jaxpaged.runner.pack import Layout, pack
@@ -25,7 +27,7 @@ from jaxpaged.runner.step import StepFunction, StepOutputs
 
 logger = logging.getLogger(__name__)
 
-# XLA's compiler runs mostly without the GIL, but each compilation of a large step holds a lot of memory.
+# XLA's compiler runs without the GIL, but each compilation of a large step holds hundreds of megabytes.
 MAX_COMPILE_THREADS = 8
 
 
@@ -82,6 +84,7 @@ class Runner:
             self._compile_all()
         self.cache = KVCache(
             self._pool_shape(self.num_blocks),
+            self._device,
             num_host_blocks=self.num_host_blocks,
             max_copies=scheduler.max_num_seqs,
         )
@@ -187,10 +190,11 @@ class Runner:
         start = time.perf_counter()
         programs = sorted(self.buckets.programs, key=lambda p: p.num_tokens, reverse=True)
         logger.info("compiling %d programs; a later start takes them from the cache", len(programs))
-        with ThreadPoolExecutor(MAX_COMPILE_THREADS) as threads:
+        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as threads:
             futures = {threads.submit(self._lower(p, self.num_blocks).compile): p for p in programs}
             for future in as_they_finish(futures, "Compiling"):
                 self._programs[futures[future]] = future.result()
+        release_free_memory()
         logger.info("compiled %d programs in %.1f s", len(programs), time.perf_counter() - start)
 
     def _run_all(self) -> None:

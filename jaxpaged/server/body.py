@@ -33,6 +33,13 @@ async def read_json(request: web.Request) -> dict[str, Any]:
         data = await request.read()
     except web.HTTPRequestEntityTooLarge:
         raise too_large(request.client_max_size) from None
+    except web.RequestPayloadError:
+        encoding = request.headers.get("Content-Encoding", "identity")
+        raise ApiError(
+            f"the body is damaged, or not encoded as its Content-Encoding ({encoding!r}) says",
+            param="body",
+            type="Bad Request",
+        ) from None
     try:
         body = pydantic_core.from_json(data, allow_inf_nan=False)
     except ValueError as error:

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.body import parse, read_json
-from jaxpaged.server.chat_template import render_chat
+from jaxpaged.server.chat_template import render_body
 from jaxpaged.server.generation import Generation, json_response, start_generation, stream_events
 from jaxpaged.server.logprobs import chat_logprobs
 from jaxpaged.server.params import chat_params
@@ -31,7 +31,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     model = state.resolve_model(body.model)
     engine = state.engine.engine
     params = chat_params(body, engine.generation, state.vocab_size)
-    text = await render_chat(
+    text = await render_body(
         body,
         engine.tokenizer,
         template=state.config.chat_template,

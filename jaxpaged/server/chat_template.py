@@ -9,31 +9,13 @@ from typing import Any
 from jaxpaged.engine.async_engine import INLINE_TOKENIZE_CHARS
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.server.protocol import ChatMessage, TemplateFields
+from jaxpaged.tokenizer import render_chat
 
-# Arguments of apply_chat_template that are no variables of a template.
-_RESERVED = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "sanitize_control_tokens",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    }
-)
+# What a message costs beside its text, as characters of it: many short ones take long to render, too.
+MESSAGE_CHARS = 32
 
 
-async def render_chat(body: TemplateFields, tokenizer: Any, *, template: str | None, trust_request: bool) -> str:
+async def render_body(body: TemplateFields, tokenizer: Any, *, template: str | None, trust_request: bool) -> str:
     """The prompt text that `body`'s messages make.
 
     Args:
@@ -41,10 +23,9 @@ async def render_chat(body: TemplateFields, tokenizer: Any, *, template: str | N
         trust_request: let the body bring its template.
 
     Raises:
-        InvalidRequestError: no template, one that the messages do not fit, or content that is not text.
+        InvalidRequestError: as `jaxpaged.tokenizer.render_chat`, a template that is not trusted, or content that is not
+            text.
     """
-    if tokenizer is None:
-        raise InvalidRequestError("chat needs a tokenizer; use /v1/completions with token ids", param="messages")
     if body.chat_template is not None:
         if not trust_request:
             raise InvalidRequestError(
@@ -52,37 +33,23 @@ async def render_chat(body: TemplateFields, tokenizer: Any, *, template: str | N
                 param="chat_template",
             )
         template = body.chat_template
-    if template is None and not tokenizer.chat_template:
-        raise InvalidRequestError(
-            "this model has no chat template; start the server with --chat-template, or use /v1/completions",
-            param="messages",
-        )
     messages = [_template_message(m) for m in body.messages]
     render = partial(
-        tokenizer.apply_chat_template,
+        render_chat,
+        tokenizer,
         messages,
         chat_template=template,
-        documents=body.documents,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
-        tokenize=False,
-        **_template_variables(body),
+        documents=body.documents,
+        chat_template_kwargs=_template_variables(body),
     )
-    size = sum(len(m.get("content") or "") for m in messages)
-    try:
-        # A template is a program of the model's author: whatever it raises, the messages did not fit it.
-        return render() if size <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(render)
-    except Exception as error:
-        raise InvalidRequestError(f"Chat template error: {error}", param="messages") from error
+    size = sum(MESSAGE_CHARS + len(m.get("content") or "") for m in messages)
+    return render() if size <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(render)
 
 
 def _template_variables(body: TemplateFields) -> dict[str, Any]:
     variables = dict(body.chat_template_kwargs or {})
-    reserved = sorted(_RESERVED & variables.keys())
-    if reserved:
-        raise InvalidRequestError(
-            f"chat_template_kwargs cannot set {reserved[0]!r}; leave it out", param="chat_template_kwargs"
-        )
     if body.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", body.reasoning_effort)
     return variables

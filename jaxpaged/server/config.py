@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jaxpaged.config import MIB
 from jaxpaged.errors import ConfigError
+from jaxpaged.tokenizer import check_template
 
 
 @dataclass(frozen=True)
@@ -68,3 +69,5 @@ class ServerConfig:
             raise ConfigError(f"log_interval_s is {self.log_interval_s}, but must be above 0")
         if any(not key for key in self.api_keys):
             raise ConfigError("an API key is empty; give a non-empty key, or none to leave the server open")
+        if self.chat_template is not None:
+            check_template(self.chat_template)

@@ -130,7 +130,7 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         stats, scheduler = self._stats(), self._stats().scheduler
         used = 1 - scheduler.num_free_blocks / max(scheduler.num_total_blocks, 1)
-        yield self._gauge("num_requests_running", "Sequences in the running batch.", scheduler.num_running)
+        yield self._gauge("num_requests_running", "Requests in the running batch.", scheduler.num_running)
         yield self._gauge("num_requests_waiting", "Requests that wait for their turn.", scheduler.num_waiting)
         yield self._gauge("num_requests_swapped", "Preempted, with their KV in the host pool.", scheduler.num_swapped)
         yield self._gauge("kv_cache_usage_perc", "Share of the pool's blocks in use, 0 to 1.", used)

@@ -18,10 +18,10 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 _REMOVED = {
     "best_of": "ask for the number of choices with n",
-    "guided_json": 'use structured_outputs={"json": ...}',
-    "guided_regex": 'use structured_outputs={"regex": ...}',
-    "guided_choice": 'use structured_outputs={"choice": ...}',
-    "guided_grammar": 'use structured_outputs={"grammar": ...}',
+    "guided_json": "structured_outputs replaces it, and is not supported yet",
+    "guided_regex": "structured_outputs replaces it, and is not supported yet",
+    "guided_choice": "structured_outputs replaces it, and is not supported yet",
+    "guided_grammar": "structured_outputs replaces it, and is not supported yet",
 }
 # Values that change nothing, besides None.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

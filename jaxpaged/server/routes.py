@@ -11,7 +11,7 @@ from aiohttp import web
 from jaxpaged.engine.async_engine import INLINE_TOKENIZE_CHARS
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.server.body import parse, read_json
-from jaxpaged.server.chat_template import render_chat
+from jaxpaged.server.chat_template import render_body
 from jaxpaged.server.generation import json_response
 from jaxpaged.server.openapi import openapi_document
 from jaxpaged.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
@@ -63,7 +63,7 @@ async def tokenize(request: web.Request) -> web.Response:
     state.resolve_model(body.model)
     tokenizer = _tokenizer(state)
     if isinstance(body, TokenizeChatRequest):
-        text = await render_chat(
+        text = await render_body(
             body,
             tokenizer,
             template=state.config.chat_template,

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import logging
 import signal
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from aiohttp import web
 
 from jaxpaged.engine.async_engine import AsyncEngine
-from jaxpaged.errors import ConfigError
 from jaxpaged.server.app import make_app
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.http_log import http_logger
+from jaxpaged.server.listen import bind, cannot_listen
 
 if TYPE_CHECKING:
     from jaxpaged.engine.engine import Engine
@@ -38,74 +40,87 @@ class Stopper:
         (self.immediate if self.graceful.is_set() else self.graceful).set()
 
 
-def run_server(engine: Engine, config: ServerConfig) -> None:
+def run_server(engine: Engine, config: ServerConfig, sockets: Sequence[socket.socket] | None = None) -> None:
     """Serves until SIGINT or SIGTERM; running requests then have `config.shutdown_timeout_s` to finish.
+
+    Args:
+        sockets: from `bind(config)`, for a caller that takes the address before it loads a model; closed at the end.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
-    asyncio.run(_serve_until_signal(engine, config))
+    asyncio.run(_serve_until_signal(engine, config, sockets))
 
 
-async def _serve_until_signal(engine: Engine, config: ServerConfig) -> None:
+async def _serve_until_signal(engine: Engine, config: ServerConfig, sockets: Sequence[socket.socket] | None) -> None:
     loop, stopper = asyncio.get_running_loop(), Stopper()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopper.stop)
-    await serve(engine, config, stopper=stopper)
+    await serve(engine, config, sockets=sockets, stopper=stopper)
 
 
 async def serve(
     engine: Engine,
     config: ServerConfig,
     *,
+    sockets: Sequence[socket.socket] | None = None,
     stopper: Stopper | None = None,
     on_ready: Callable[[str], None] | None = None,
 ) -> None:
     """Serves until `stopper` says stop (None: until cancelled).
 
     Args:
+        sockets: from `bind(config)`, which None stands for; closed at the end.
         on_ready: called with the address once requests are taken.
 
     Raises:
         ConfigError: the address cannot be listened on.
     """
     stopper = stopper or Stopper()
+    sockets = bind(config) if sockets is None else sockets
     async_engine = AsyncEngine(engine)
     app = make_app(async_engine, config)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S)
+    runner = web.AppRunner(
+        app, handler_cancellation=True, access_log=None, shutdown_timeout=FLUSH_S, logger=http_logger()
+    )
     await runner.setup()
     try:
-        site, address = await _listen(runner, config)
+        sites = await _listen(runner, sockets, config)
+        address = _address(runner, config)
         logger.info("serving %s on %s", ", ".join(config.served_model_names or (engine.model_name,)), address)
         if on_ready is not None:
             on_ready(address)
         log_task = asyncio.create_task(_log_activity(async_engine, config.log_interval_s))
         try:
             await stopper.graceful.wait()
-            await site.stop()
+            for site in sites:
+                await site.stop()
             await _drain(async_engine, config.shutdown_timeout_s, stopper)
         finally:
             log_task.cancel()
     finally:
         await async_engine.shutdown()
         await runner.cleanup()
+        for sock in sockets:
+            sock.close()
 
 
-async def _listen(runner: web.AppRunner, config: ServerConfig) -> tuple[web.BaseSite, str]:
-    site: web.BaseSite
-    if config.uds is not None:
-        site, address = web.UnixSite(runner, config.uds), f"unix:{config.uds}"
-    else:
-        site, address = web.TCPSite(runner, config.host, config.port), f"{config.host}:{config.port}"
+async def _listen(runner: web.AppRunner, sockets: Sequence[socket.socket], config: ServerConfig) -> list[web.SockSite]:
+    sites = [web.SockSite(runner, sock) for sock in sockets]
     try:
-        await site.start()
-    except OSError as error:
-        raise ConfigError(f"cannot listen on {address}: {error.strerror or error}; choose another address") from error
-    if config.uds is None:
-        port = runner.addresses[0][1]  # the real one where port 0 was asked for
-        host = f"[{config.host}]" if ":" in config.host else config.host
-        address = f"http://{host}:{port}"
-    return site, address
+        for site in sites:
+            await site.start()
+    except OSError as error:  # somebody else bound the address too, and was the first to listen
+        raise cannot_listen(config, error) from error
+    return sites
+
+
+def _address(runner: web.AppRunner, config: ServerConfig) -> str:
+    if config.uds is not None:
+        return f"unix:{config.uds}"
+    port = runner.addresses[0][1]  # the real one where port 0 was asked for
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    return f"http://{host}:{port}"
 
 
 async def _drain(engine: AsyncEngine, deadline_s: float, stopper: Stopper) -> None:

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxpaged.errors import ModelLoadError
-from jaxpaged.weights.catalog import cache_dir, list_catalog, pull
-
-__all__ = ["MARKER", "PARTIAL", "WEIGHTS", "ModelFiles", "cache_dir", "read_json", "resolve"]
+from jaxpaged.weights.catalog import list_catalog, pull
 
 MARKER = "jaxpaged.json"
 WEIGHTS = "weights"

@@ -115,8 +115,12 @@ def test_server_values_that_come_in_other_shapes() -> None:
     assert parse("--chat-template", "{{ messages }}").chat_template == "{{ messages }}"
     with pytest.raises(ConfigError, match="cannot read the chat template /no/such"):
         parse("--chat-template", "/no/such")
-    with pytest.raises(ConfigError, match="no JSON list"):
-        parse("--allowed-origins", "[a")
+    for origins in ("[a", "[1]", "[" * 100_000):
+        with pytest.raises(ConfigError, match="no JSON list"):
+            parse("--allowed-origins", origins)
+    with pytest.raises(ConfigError, match="the chat template is not valid Jinja: line 2: "):
+        parse("--chat-template", "{{ messages }}\n{% if %}")
+    parse("--chat-template", "{% generation %}{{ raise_exception('no messages') }}{% endgeneration %}")
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -135,6 +139,10 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         (["serve", "m", "--max-model-len", "1.0001k"], "is not a whole number"),
         (["serve", "m", "--kv-cache-memory-bytes", "lots"], "'lots' is not a size in bytes"),
         (["serve", "m", "--swap-space", "lots"], "'lots' is not a size in bytes"),
+        (["serve", "m", "--swap-space", "inf"], "'inf' is not a size in bytes"),
+        (["serve", "m", "--swap-space", "9" * 400], "is not a size in bytes"),
+        (["serve", "m", "--kv-cache-memory-bytes", "9" * 400], "is not a size in bytes"),
+        (["serve", "m", "--max-model-len", "9" * 400], "is not a whole number"),
         (["serve", "m", "--dtype", "int3"], "invalid choice: 'int3'"),
         ([], "COMMAND"),
     ],
@@ -142,7 +150,8 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_exits_2(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
-    assert message in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,16 @@ def test_a_stop_string_ends_the_output_before_itself(engine: Engine, alone: Alon
     assert included.text == text[: text.index(stop) + len(stop)]
 
 
+def test_a_stop_string_that_the_last_token_completes_is_why_it_ended(engine: Engine, alone: Alone) -> None:
+    text = engine.tokenizer.decode(alone(PROMPT, 12))
+    stop = text[5:7]
+    length = text.index(stop) + len(stop)  # a token a character
+    completion = generate(engine, PROMPT, max_tokens=length, stop=stop, ignore_eos=True).outputs[0]
+    assert len(completion.token_ids) == length
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
+    assert completion.text == text[: text.index(stop)]
+
+
 def test_a_stop_token_ends_the_output_and_is_not_its_text(engine: Engine, alone: Alone) -> None:
     tokens = alone(PROMPT, 12)
     stop = tokens[6]
@@ -224,7 +234,7 @@ class TestFailure:
             (failed,) = [o for o in engine.step() if o.request_id == "fails"]
         assert failed.finished and failed.outputs[0].finish_reason == "error"
         assert failed.error is not None and "device is on fire" in failed.error
-        assert len(caplog.records) == 1
+        assert sum(r.levelno >= logging.ERROR for r in caplog.records) == 1
         monkeypatch.setattr(runner, "run", run_step)
         engine.add_request("next", PROMPT, params)
         outputs = {o.request_id: o for o in run(engine)}
@@ -284,7 +294,7 @@ class TestStart:
 def warm(request: pytest.FixtureRequest) -> Engine:
     model = random_model(tiny_config(), dtype=jnp.dtype(request.param))
     # A pool that is large beside everything else in a step, so that a copy of one layer of it shows.
-    config = with_changes(SMALL, warmup=True, num_blocks=4096, swap_space=1 << 20)
+    config = with_changes(SMALL, warmup=True, num_blocks=16384, swap_space=1 << 20)
     return Engine(model, None, config)
 
 
@@ -313,5 +323,5 @@ class TestPrograms:
     def test_no_program_copies_the_pool(self, warm: Engine) -> None:
         one_layer = warm._runner.cache.shape.bytes_per_layer
         temporaries = warm.temporaries()
-        assert set(temporaries) == {"decode[2]", "decode[4]", "mixed[16]"}
+        assert set(temporaries) == {"decode[2]", "decode[4]", "mixed[32]"}
         assert all(size < one_layer / 4 for size in temporaries.values()), (temporaries, one_layer)

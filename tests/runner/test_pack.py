@@ -85,24 +85,25 @@ def test_a_bad_block_id_never_reaches_the_device(tables: list[list[int]], messag
 
 
 def test_buckets_are_a_sum_and_each_plan_gets_the_smallest_that_holds_it() -> None:
-    buckets = Buckets(max_num_seqs=12, max_num_batched_tokens=100)
+    buckets = Buckets(max_num_seqs=24, max_num_batched_tokens=100)
     assert [str(p) for p in buckets.programs] == [
-        "decode[2]", "decode[4]", "decode[8]", "decode[12]", "mixed[16]", "mixed[32]", "mixed[64]", "mixed[100]",
+        "decode[2]", "decode[8]", "decode[16]", "decode[24]", "mixed[32]", "mixed[64]", "mixed[100]",
     ]  # fmt: skip
-    assert {p.num_rows for p in buckets.mixed} == {12}
+    assert {p.num_rows for p in buckets.mixed} == {24}
 
     def pick(query_lens: list[int], draws: int) -> str:
         n = len(query_lens)
         return str(buckets.pick(make_plan(query_lens, [q + 1 for q in query_lens], [[1, 1]] * n, [0] * draws)))
 
     assert pick([1], 1) == "decode[2]"
-    assert pick([1] * 3, 3) == "decode[4]"
-    assert pick([1] * 9, 9) == "decode[12]"
-    assert pick([1], 5) == "decode[8]"  # a one-token prompt with n = 5 draws five times from one row
-    assert pick([1, 2], 2) == "mixed[16]"
-    assert pick([1] * 10 + [7], 11) == "mixed[32]"
-    assert pick([7], 12) == "mixed[16]"
+    assert pick([1] * 3, 3) == "decode[8]"
+    assert pick([1] * 9, 9) == "decode[16]"
+    assert pick([1] * 17, 17) == "decode[24]"
+    assert pick([1, 2], 2) == "mixed[32]"
+    assert pick([1] * 20 + [13], 21) == "mixed[64]"
+    assert pick([7], 12) == "mixed[32]"  # siblings draw their first tokens from one row
 
 
 def test_buckets_of_one_sequence() -> None:
-    assert [str(p) for p in Buckets(1, 1).programs] == ["decode[2]", "mixed[16]"]
+    assert [str(p) for p in Buckets(1, 1).programs] == ["decode[2]", "mixed[32]"]
+    assert [str(p) for p in Buckets(4, 33).programs] == ["decode[2]", "decode[4]", "mixed[32]", "mixed[33]"]

@@ -16,6 +16,7 @@ from server.fake_engine import FakeEngine
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.server.app import make_app
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.http_log import http_logger
 
 
 @dataclass
@@ -82,9 +83,10 @@ async def _content(response: aiohttp.ClientResponse) -> Any:
 
 
 @asynccontextmanager
-async def running_server(engine: FakeEngine, config: ServerConfig) -> AsyncIterator[Client]:
+async def running_server(engine: Any, config: ServerConfig) -> AsyncIterator[Client]:
     async with AsyncEngine(engine) as async_engine:
-        runner = web.AppRunner(make_app(async_engine, config), handler_cancellation=True, shutdown_timeout=1)
+        app = make_app(async_engine, config)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1, logger=http_logger())
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]

@@ -191,6 +191,14 @@ async def test_a_charset_is_fine(client: Client) -> None:
     assert status == 200
 
 
+@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
+async def test_a_body_that_does_not_decompress(client: Client, encoding: str) -> None:
+    headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
+    status, answer = await client.post(PATH, data=b"\x01\x02 no such thing", headers=headers)
+    assert status == 400 and answer["error"]["param"] == "body"
+    assert f"Content-Encoding ('{encoding}')" in answer["error"]["message"]
+
+
 async def test_no_route_and_no_method(client: Client) -> None:
     assert await client.get("/v1/nothing") == (404, {"detail": "Not Found"})
     assert await client.post("/v1/nothing", {}) == (404, {"detail": "Not Found"})

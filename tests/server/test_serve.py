@@ -19,6 +19,7 @@ from server.fake_engine import FakeEngine
 
 from jaxpaged.errors import ConfigError
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.listen import bind
 from jaxpaged.server.serve import Stopper, describe_activity, serve
 
 LOCAL = ServerConfig(host="127.0.0.1", port=0, shutdown_timeout_s=5)
@@ -141,6 +142,78 @@ async def test_a_port_in_use_is_named(byte_tokenizer: Any) -> None:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
             await serve(FakeEngine(tokenizer=byte_tokenizer), replace(LOCAL, port=port))
+
+
+async def test_a_name_with_two_addresses(byte_tokenizer: Any) -> None:
+    async with (
+        serving(FakeEngine(tokenizer=byte_tokenizer), replace(LOCAL, host="localhost")) as server,
+        server.session.get(server.address + "/health") as response,
+    ):
+        assert response.status == 200
+
+
+def test_the_address_is_taken_before_there_is_an_engine() -> None:
+    [first] = bind(LOCAL)
+    with first:
+        port = first.getsockname()[1]
+        with socket.socket() as client, pytest.raises(ConnectionRefusedError):
+            client.connect(("127.0.0.1", port))  # bound, but nobody listens
+        first.listen()
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}: Address already in use"):
+            bind(replace(LOCAL, port=port))
+    for address in ({"host": "192.0.2.1"}, {"host": "no.such.host.invalid"}, {"uds": "/no/such/folder/s"}):
+        with pytest.raises(ConfigError, match=r"cannot listen on .*; choose another address"):
+            bind(replace(LOCAL, **address))
+
+
+def test_a_unix_socket_of_a_running_server_is_left_alone(tmp_path: Path) -> None:
+    config = replace(LOCAL, uds=str(tmp_path / "s"))
+    [first] = bind(config)
+    with first:
+        first.listen()
+        with pytest.raises(ConfigError, match="Address already in use"):
+            bind(config)
+    [second] = bind(config)  # the first has ended, but its socket is still in the folder
+    second.close()
+    (tmp_path / "s").unlink()
+    (tmp_path / "s").write_text("a file that is no socket")
+    with pytest.raises(ConfigError, match="Address already in use"):
+        bind(config)
+    assert (tmp_path / "s").read_text() == "a file that is no socket"
+
+
+async def test_two_that_bound_one_address(byte_tokenizer: Any) -> None:
+    [first] = bind(LOCAL)
+    port = first.getsockname()[1]
+    config = replace(LOCAL, port=port)
+    engine = FakeEngine(tokenizer=byte_tokenizer)
+    with first:
+        second = bind(config)  # both are loading
+        first.listen()
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await serve(engine, config, sockets=second)
+    assert engine.is_shut_down and second[0].fileno() == -1
+
+
+async def test_what_clients_do_wrong_fills_no_log(byte_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    engine = FakeEngine(tokenizer=byte_tokenizer, step_s=0.01)
+    body = b'{"prompt": "hi", "max_tokens": 100, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    async with serving(engine, LOCAL) as server:
+        port = int(server.address.rsplit(":", 1)[1])
+        for garbage in (b"GET / HTTP/9.9\r\n\r\n", head + b"Content-Length: -1\r\n\r\n"):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(garbage)
+            assert b" 400 " in await reader.readline()
+            writer.close()
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(head + b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+            await asyncio.sleep(0.02)
+            writer.transport.abort()
+        await asyncio.sleep(0.1)
+    assert [r for r in caplog.records if r.exc_info or r.levelno > logging.WARNING or "\n" in r.getMessage()] == []
+    assert sum("refused what is not HTTP" in r.getMessage() for r in caplog.records) == 2
 
 
 async def test_log_lines(byte_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:

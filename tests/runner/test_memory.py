@@ -1,0 +1,62 @@
+"""How large the pool gets, by hand-made numbers, and when the start is refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jaxpaged.config import GIB, MIB, EngineConfig
+from jaxpaged.errors import ConfigError
+from jaxpaged.runner.memory import pool_blocks
+
+
+def blocks(stats: dict[str, int] | None, *, max_model_len: int = 160, platform: str = "gpu", **options: Any) -> int:
+    """Blocks of 1 MiB and 16 tokens, beside 2 GiB of weights and 1 GiB of temporaries."""
+    device: Any = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
+    return pool_blocks(
+        EngineConfig(**options),
+        device,
+        bytes_per_block=MIB,
+        max_model_len=max_model_len,
+        weights_bytes=2 * GIB,
+        temporaries_bytes=GIB,
+    )
+
+
+def test_a_gpu_gives_what_weights_and_temporaries_leave() -> None:
+    # 80 GiB x 0.5 - 2 - 1
+    assert blocks({"bytes_limit": 80 * GIB, "bytes_in_use": 2 * GIB}, gpu_memory_utilization=0.5) == 37 * 1024
+
+
+def test_what_else_the_process_holds_on_the_gpu_counts() -> None:
+    assert blocks({"bytes_limit": 80 * GIB, "bytes_in_use": 12 * GIB}, gpu_memory_utilization=0.5) == 27 * 1024
+
+
+def test_a_gpu_that_is_full_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"160 tokens needs 11\.00 MiB.*0 B.*2\.00 GiB less 2\.00 GiB.*1\.00 GiB"):
+        blocks({"bytes_limit": 4 * GIB}, gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize("stats", [None, {}])
+def test_a_device_that_does_not_know_its_memory_needs_a_size(stats: dict[str, int] | None) -> None:
+    with pytest.raises(ConfigError, match="kv_cache_memory"):
+        blocks(stats)
+    assert blocks(stats, kv_cache_memory=20 * MIB) == 20
+
+
+def test_the_default_on_a_cpu() -> None:
+    assert blocks(None, platform="cpu") == 1024
+
+
+def test_one_request_of_the_longest_length_and_the_null_block_must_fit() -> None:
+    assert blocks(None, num_blocks=11, max_model_len=160) == 11
+    with pytest.raises(ConfigError, match=r"max_model_len=161 .* enough for 160 tokens; raise num_blocks"):
+        blocks(None, num_blocks=11, max_model_len=161)
+
+
+def test_slots_fit_an_int32() -> None:
+    assert blocks(None, num_blocks=2**27 - 1) == 2**27 - 1
+    with pytest.raises(ConfigError, match=r"134217728 blocks of 16 tokens .* 2147483647"):
+        blocks(None, num_blocks=2**27)
