@@ -307,7 +307,8 @@ def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """A list of prompts, from one or many."""
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Sequence):
+    given: object = prompts
+    if isinstance(given, bytes) or not isinstance(given, Sequence):
         raise InvalidRequestError(
             f"prompts is of type {type(prompts).__name__}; give text, a list of token ids, or a list of either",
             param="prompts",

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
+# Drawn where the logits are not numbers.
+NO_TOKEN = -1
+
 
 @dataclass(frozen=True, eq=False)
 class SampleBatch:
@@ -84,7 +87,7 @@ class StepResult:
     """What came of a step's N draws.
 
     Attributes:
-        token_ids: [N] int32.
+        token_ids: [N] int32, or NO_TOKEN.
         logprobs: [N] float32, of the drawn tokens, or None when no row asked.
         ranks: [N] int32, rank of the drawn token, 1 = most probable, or None.
         top_token_ids: [N, K] int32, the most probable tokens, best first, or None; K >= the plan's num_logprobs.

@@ -177,7 +177,12 @@ def _overlap(text: str, stop: str) -> int:
 
 def token_text(tokenizer: Any, token_id: int) -> str:
     """Text of a token amid others: with its leading space, special tokens shown, U+FFFD for a part of a character."""
-    backend = backend_tokenizer(tokenizer)
+    return _token_text(backend_tokenizer(tokenizer), token_id)
+
+
+# Log-probabilities name the same likely tokens again and again: up to 20 for each position of each request.
+@lru_cache(maxsize=65_536)
+def _token_text(backend: Any, token_id: int) -> str:
     text: str = backend.decode([token_id], skip_special_tokens=False)
     if REPLACEMENT in text:
         return text

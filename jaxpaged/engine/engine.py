@@ -10,10 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 
 from jaxpaged.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, format_size
-from jaxpaged.core.plan import StepPlan, StepResult
+from jaxpaged.core.plan import NO_TOKEN, StepPlan, StepResult
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.engine.stats import EngineStats
@@ -180,7 +181,8 @@ class Engine:
             self._pool_may_be_lost = True
             self._scheduler.drop_kv()
             raise
-        return self._collect(plan, result, self._scheduler.update(plan, result))
+        failed = self._end_without_token(plan, result)
+        return failed + self._collect(plan, result, self._scheduler.update(plan, result))
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -272,6 +274,19 @@ class Engine:
             if stop is not None:
                 self._scheduler.finish(sequence, FinishReason.STOP, stop)
         return self._build(touched.values(), now)
+
+    def _end_without_token(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Ends the requests whose logits are NaN: the model overflowed, or its weights are broken."""
+        builders: dict[str, OutputBuilder] = {}
+        for draw in np.flatnonzero(result.token_ids == NO_TOKEN).tolist():
+            request = plan.sampled[draw].request
+            builders[request.request_id] = self._outputs[request.request_id]
+            for sequence in request.sequences:
+                self._scheduler.finish(sequence, FinishReason.ERROR)
+        if builders:
+            logger.error("the model's logits are NaN for %d requests; they end with an error", len(builders))
+        message = "the model's logits are NaN: it overflowed, or its weights are broken; try dtype float32"
+        return self._build(builders.values(), time.monotonic(), error=message)
 
     def _build(self, builders: Iterable[OutputBuilder], now: float, error: str | None = None) -> list[RequestOutput]:
         outputs = []

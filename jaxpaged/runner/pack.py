@@ -9,6 +9,7 @@ bounds (its KV write is dropped), a padding row has length 0, a padding draw is 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import jax
@@ -37,7 +38,7 @@ class Layout:
     block_size: int
     num_blocks: int
 
-    @property
+    @cached_property
     def fields(self) -> dict[str, Field]:
         """Name -> (shape, dtype), in the order of the blob."""
         T, S = self.program.num_tokens, self.program.num_rows

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxpaged.core.plan import NO_TOKEN
 from jaxpaged.ops.sampling import gather_logprobs, sample
 from jaxpaged.runner.pack import Layout
 from jaxpaged_kernels import paged_attention, write_kv
@@ -23,7 +24,7 @@ class StepOutputs(NamedTuple):
     """What a step draws, padded to its N = S draws. The log-probabilities hold zeros unless the plan asked for them.
 
     Attributes:
-        token_ids: [N] int32.
+        token_ids: [N] int32, NO_TOKEN where the logits are NaN.
         logprobs: [N] float32.
         ranks: [N] int32.
         top_token_ids: [N, K] int32.
@@ -148,13 +149,16 @@ class StepFunction:
             batch["draw_position"],
             vocab_size=self.vocab_size,
         )
-        N, K = len(token_ids), self.max_logprobs
+        N, K = len(token_ids), min(self.max_logprobs, logits.shape[1])
+        token_ids = jnp.where(jnp.isnan(jnp.max(logits, axis=1)), NO_TOKEN, token_ids)
 
         def without_logprobs() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
             return jnp.zeros(N), jnp.zeros(N, jnp.int32), jnp.zeros((N, K), jnp.int32), jnp.zeros((N, K))
 
         logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
-            batch["num_logprobs"][0] >= 0, lambda: gather_logprobs(logits, token_ids, K), without_logprobs
+            batch["num_logprobs"][0] >= 0,
+            lambda: gather_logprobs(logits, jnp.maximum(token_ids, 0), K),
+            without_logprobs,
         )
         num_bad_ids = jnp.int32(0)
         if self.check_ids:

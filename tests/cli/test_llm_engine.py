@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +16,8 @@ from flax import nnx
 from support import EOS, NUM_TOKENS, Alone, make_tiny_tokenizer, random_model, tiny_config
 
 from jaxpaged import LLM, SamplingParams
-from jaxpaged.errors import InvalidRequestError
+from jaxpaged.config import EngineConfig
+from jaxpaged.errors import ConfigError, InvalidRequestError
 
 PROMPTS = ["The cat", "sat on the mat, and then", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -75,3 +81,114 @@ def test_new_weights_answer_as_the_new_model(llm: LLM) -> None:
     [after] = llm.generate([prompt], GREEDY)
     assert after.num_cached_tokens == 0
     assert after.outputs[0].token_ids == greedy(trained, prompt, 8) != before.outputs[0].token_ids
+
+
+def is_idle(llm: LLM) -> bool:
+    scheduler = llm.stats().scheduler
+    return scheduler.num_free_blocks == scheduler.num_total_blocks and not llm._engine.has_unfinished_requests()
+
+
+def test_ctrl_c_at_any_moment_leaves_it_usable(llm: LLM, alone: Alone, tiny_model: nnx.Module) -> None:
+    llm.update_weights(tiny_model)
+    prompts = [f"prompt {i}" for i in range(8)]
+    params = SamplingParams(temperature=0, max_tokens=24)
+    expected = [alone(llm.get_tokenizer()(p).input_ids, 24, stop=frozenset([EOS])) for p in prompts]
+    rng = random.Random(0)
+    interrupted = 0
+    for _ in range(60):
+        timer = threading.Timer(rng.random() * 0.03, os.kill, (os.getpid(), signal.SIGINT))
+        try:
+            timer.start()
+            llm.generate(prompts, params, use_tqdm=False)
+            timer.join()
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert is_idle(llm)
+    assert interrupted > 0
+    assert [o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)] == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"ab", {"a": 1}, {"a"}, [None], [1.5], [[1.5]], "a\ud800", ["fine", [-1]], [[1], "a\ud800"]]
+)
+def test_prompts_of_other_types(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError):
+        llm.stream(prompts, GREEDY)
+    assert is_idle(llm)
+
+
+@pytest.mark.parametrize("params", [{"temperature": 0}, "x", 5, [None], [GREEDY, GREEDY], SamplingParams])
+def test_sampling_parameters_of_other_types(llm: LLM, params: Any) -> None:
+    with pytest.raises(InvalidRequestError):
+        llm.generate("a", params, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"skip_special_tokens": "no"},
+        {"ignore_eos": 1},
+        {"include_stop_str_in_output": None},
+        {"output_kind": "delta"},
+        {"stop": 5},
+        {"stop_token_ids": 5},
+    ],
+)
+def test_fields_of_other_types(field: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError, match=next(iter(field))):
+        SamplingParams(**field)
+
+
+@pytest.mark.parametrize("priority", [["x"], [None], [1.5]])
+def test_a_priority_of_another_type_queues_nothing(llm: LLM, priority: list[Any], alone: Alone) -> None:
+    with pytest.raises(InvalidRequestError, match="priority"):
+        llm.generate("a", GREEDY, priority=priority, use_tqdm=False)
+    assert is_idle(llm)
+
+
+def test_a_request_without_a_detokenizer_is_not_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("no detokenizer today")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxpaged.engine.engine.OutputBuilder", broken)
+        with pytest.raises(RuntimeError, match="today"):
+            llm.generate("a", GREEDY, use_tqdm=False)
+    assert is_idle(llm)
+    llm.generate("a", GREEDY, use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"max_model_len": "4K"},
+        {"max_model_len": True},
+        {"max_num_seqs": 2.5},
+        {"seed": "x"},
+        {"warmup": "no"},
+        {"compilation_cache": 5},
+        {"watermark": "x"},
+        {"kv_cache_memory": 1e9},
+        {"swap_space": "9" * 400},
+    ],
+)
+def test_options_of_other_types(option: dict[str, Any]) -> None:
+    [(name, _)] = option.items()
+    with pytest.raises(ConfigError, match=f"{name}|is not a size in bytes"):
+        EngineConfig.from_options(option)
+
+
+def test_what_cannot_be_served(tiny_model: nnx.Module, tiny_tokenizer: Any) -> None:
+    options = {"compilation_cache": "", "warmup": False, "num_blocks": 40, "block_size": 4}
+    for model, tokenizer, more, words in (
+        (None, tiny_tokenizer, {}, "NoneType is no model"),
+        (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tiny_tokenizer, {}, "Linear is no model"),
+        (tiny_model, "x", {}, "str is not a fast tokenizer"),
+        (tiny_model, tiny_tokenizer, {"attention": "nope"}, "must be one of xla"),
+        (tiny_model, tiny_tokenizer, {"swap_space": "99999TiB"}, "lower swap_space"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            LLM.from_module(model, tokenizer, **options, **more)

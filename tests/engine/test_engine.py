@@ -201,6 +201,24 @@ def test_a_padded_id_is_never_drawn(tiny_model: nnx.Module, tiny_tokenizer: obje
         assert max(tokens) < NUM_TOKENS
 
 
+def test_nan_logits_end_their_own_request_with_an_error(
+    tiny_model: nnx.Module, tiny_tokenizer: object, alone: Alone
+) -> None:
+    """The embedding of one token is NaN: whoever has it in the prompt fails, its neighbour does not notice."""
+    graphdef, state = nnx.split(tiny_model)
+    model = nnx.merge(graphdef, jax.tree.map(lambda x: x, state))
+    model.model.embed_tokens.weight[...] = model.model.embed_tokens.weight[...].at[NUM_TOKENS + 1].set(jnp.nan)
+    engine = Engine(model, tiny_tokenizer, SMALL)
+    engine.add_request("bad", [1, NUM_TOKENS + 1, 2], SamplingParams(n=2, temperature=1.0))
+    engine.add_request("good", PROMPT, SamplingParams(temperature=0.0, max_tokens=6))
+    outputs = {o.request_id: o for o in run(engine)}
+    assert outputs["bad"].finished and "NaN" in (outputs["bad"].error or "")
+    assert [c.finish_reason for c in outputs["bad"].outputs] == ["error", "error"]
+    assert outputs["good"].outputs[0].token_ids == alone(PROMPT, 6)
+    after = generate(engine, PROMPT[::-1], max_tokens=6)  # in the blocks that held NaN
+    assert after.outputs[0].token_ids == alone(PROMPT[::-1], 6)
+
+
 class TestFailure:
     """A step that fails ends its own requests, is logged once, and the next request is served as ever."""
 
@@ -319,6 +337,14 @@ class TestPrograms:
             run(warm)
         assert warm.stats().compiles_after_warmup == 0
         assert warm.stats().generation_tokens_total > 50
+
+    def test_a_compilation_would_be_seen(self, warm: Engine) -> None:
+        guard = warm._runner.guard
+        before = guard.count
+        jax.jit(lambda x: x + 1)(np.zeros(before + 3))
+        assert guard.count > before
+        guard.reset()
+        assert warm.stats().compiles_after_warmup == 0
 
     def test_no_program_copies_the_pool(self, warm: Engine) -> None:
         one_layer = warm._runner.cache.shape.bytes_per_layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -244,6 +245,22 @@ async def test_shutdown_aborts_what_is_late(fake: FakeEngine) -> None:
     for outputs in await asyncio.gather(*tasks):
         assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "abort"
     assert fake.held == {} and engine.num_open_requests == 0
+
+
+async def test_the_thread_is_over_after_shutdown(fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    post = AsyncEngine._post
+
+    def post_slowly(self: AsyncEngine, *args: Any) -> bool:
+        done = post(self, *args)
+        time.sleep(0.05)
+        return done
+
+    monkeypatch.setattr(AsyncEngine, "_post", post_slowly)
+    before = set(threading.enumerate())
+    async with AsyncEngine(fake) as engine:
+        await collect(engine, "a", GREEDY)
+        assert set(threading.enumerate()) > before
+    assert set(threading.enumerate()) == before
 
 
 async def test_shutdown_of_an_unused_engine(fake: FakeEngine) -> None:
