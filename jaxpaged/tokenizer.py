@@ -115,7 +115,7 @@ def check_template(template: str) -> None:
     try:
         render_jinja_template([], chat_template=template)  # compiles it, with transformers' tags, and renders nothing
     except TemplateSyntaxError as error:
-        reason = " ".join((error.message or "syntax error").split())
+        reason = " ".join((error.message or "syntax error").split()).rstrip(".")
         raise ConfigError(f"the chat template is not valid Jinja: line {error.lineno}: {reason}; correct it") from error
 
 
@@ -127,8 +127,12 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
     """
     try:
         ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
-    except TypeError as error:  # as the library says it
-        raise InvalidRequestError("the text is not valid Unicode: it has a lone surrogate", param="prompt") from error
+    except TypeError:  # what the library says of a lone surrogate, among other things
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(f"the text is not valid Unicode: {error}", param="prompt") from error
+        raise
     return ids
 
 

@@ -225,8 +225,8 @@ class AsyncEngine:
         except TimeoutError:
             logger.error("the step in progress did not end within %g s; its thread is left behind", STOP_GRACE_S)
             return
-        # It has said its last word and is as good as over. A process that ended meanwhile would be aborted: JAX does not
-        # survive it when Python stops a thread that lets go of arrays and programs.
+        # It has said its last word and is as good as over. If the process ended meanwhile it would be aborted: JAX does
+        # not survive it when Python stops a thread that lets go of arrays and programs.
         self._thread.join()
 
     async def __aenter__(self) -> AsyncEngine:
