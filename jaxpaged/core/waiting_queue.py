@@ -44,3 +44,7 @@ class WaitingQueue:
         """Take `group` out for good, if it is in."""
         if self._live.get(group.request.request_id) is group:
             del self._live[group.request.request_id]
+            # A group may never reach the top, behind others of higher priority: do not keep more dead ones than live.
+            if len(self._heap) > 2 * len(self._live) + 64:
+                self._heap = [(g.key, g) for g in self._live.values()]
+                heapq.heapify(self._heap)
