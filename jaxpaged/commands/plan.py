@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from jaxpaged.capacity import Capacity, kv_bytes_per_token, plan_capacity
+from jaxpaged.capacity import Capacity, MemoryUse, kv_bytes_per_token, paged_use, plan_capacity, reserved_use
 from jaxpaged.commands.options import MODEL_HELP, add_command, count, size
 from jaxpaged.config import GIB, format_size
 from jaxpaged.errors import ConfigError
@@ -44,21 +44,46 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--reserve", type=count, metavar="N", help="tokens reserved without paging (default: the model's, else 2048)"
     )
+    parser.add_argument(
+        "--lengths",
+        type=_lengths,
+        default=[],
+        metavar="N,N,...",
+        help="also: what requests of these tokens take together",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     shape = _shape(args)
+    reserve = args.reserve or max(shape.max_len, args.tokens, *args.lengths)
+    if args.lengths and max(args.lengths) > reserve:
+        raise ConfigError(f"--lengths has {max(args.lengths)}, more than the {reserve} tokens of --reserve; raise that")
     capacity = plan_capacity(
         bytes_per_token=shape.bytes_per_token,
         pool_bytes=args.pool,
         block_size=args.block_size,
         tokens=args.tokens,
         shared_prefix=args.shared_prefix,
-        reserve=args.reserve or max(shape.max_len, args.tokens),
+        reserve=reserve,
     )
-    print(json.dumps(asdict(capacity), indent=2) if args.json else _explain(shape, capacity))
+    uses: dict[str, MemoryUse] = {}
+    if args.lengths:
+        uses = {
+            "reserved": reserved_use(args.lengths, bytes_per_token=shape.bytes_per_token, reserve=reserve),
+            "paged": paged_use(args.lengths, bytes_per_token=shape.bytes_per_token, block_size=args.block_size),
+        }
+    if args.json:
+        print(json.dumps(asdict(capacity) | {name: asdict(use) for name, use in uses.items()}, indent=2))
+        return 0
+    print(_explain(shape, capacity))
+    for name, use in uses.items():
+        print(f"{f'{len(args.lengths)} {name}':<16}{format_size(use.num_bytes)}, {use.waste:.1%} of it holds no token")
     return 0
+
+
+def _lengths(text: str) -> list[int]:
+    return [count(part) for part in text.split(",")]
 
 
 @dataclass(frozen=True)

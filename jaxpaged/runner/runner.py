@@ -58,7 +58,6 @@ class Runner:
         self._treedef: Any
         self._leaves, self._treedef = jax.tree.flatten(state)
         self._config = config
-        self._max_num_seqs = scheduler.max_num_seqs
         self._max_blocks = -(-scheduler.max_model_len // config.block_size)
         self._vocab_size = vocab_size
         self._device = next(iter(self._leaves[0].devices()))
@@ -74,6 +73,7 @@ class Runner:
             weights_bytes=self.weights_bytes,
             temporaries_bytes=self._measure_temporaries(),
         )
+        self._layouts = {p: self._layout(p, self.num_blocks) for p in self.buckets.programs}
         self.num_host_blocks = config.swap_space // shape.bytes_per_block
         if config.swap_space and not self.num_host_blocks:
             raise ConfigError(
@@ -111,7 +111,7 @@ class Runner:
             IndexError: a block id outside the pool.
         """
         program = self.buckets.pick(plan)
-        blob = pack(plan, self._layout(program, self.num_blocks))
+        blob = pack(plan, self._layouts[program])
         self.cache.swap_out(plan.swap_out)
         self.cache.swap_in(plan.swap_in)
         self.cache.copy(plan.copies)
@@ -142,7 +142,7 @@ class Runner:
 
     def _call(self, program: Program, blob: np.ndarray) -> StepOutputs:
         if program not in self._programs:
-            self._programs[program] = self._lower(program, self.num_blocks).compile()
+            self._programs[program] = self._lower(self._layouts[program]).compile()
         device_blob = jax.device_put(blob, self._device)
         self.cache.pools, outputs = self._programs[program](self._leaves, self.cache.pools, device_blob)
         return outputs
@@ -162,8 +162,7 @@ class Runner:
     def _pool_shape(self, num_blocks: int) -> PoolShape:
         return PoolShape.of(self._model_config, num_blocks, self._config.block_size, self.dtype)
 
-    def _lower(self, program: Program, num_blocks: int) -> jax.stages.Lowered:
-        layout = self._layout(program, num_blocks)
+    def _lower(self, layout: Layout) -> jax.stages.Lowered:
         step = StepFunction(
             self._graphdef,
             self._treedef,
@@ -174,7 +173,7 @@ class Runner:
             self._config.debug_checks,
         )
         blob = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        return jax.jit(step, donate_argnums=1).lower(self._leaves, self._pool_shape(num_blocks).abstract(), blob)
+        return jax.jit(step, donate_argnums=1).lower(self._leaves, self._pool_shape(layout.num_blocks).abstract(), blob)
 
     def _measure_temporaries(self) -> int:
         """Bytes that the largest step takes beside weights and pool. The pool's size does not change it, so a small
@@ -182,8 +181,8 @@ class Runner:
         """
         if self._device.platform == "cpu":
             return 0
-        largest = self.buckets.mixed[-1]
-        return _temporary_bytes(self._lower(largest, self._max_blocks + 1).compile())
+        layout = self._layout(self.buckets.mixed[-1], self._max_blocks + 1)
+        return _temporary_bytes(self._lower(layout).compile())
 
     def _compile_all(self) -> None:
         """Traces in sequence (the GIL), compiles in threads (XLA's work), largest first."""
@@ -191,7 +190,7 @@ class Runner:
         programs = sorted(self.buckets.programs, key=lambda p: p.num_tokens, reverse=True)
         logger.info("compiling %d programs; a later start takes them from the cache", len(programs))
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as threads:
-            futures = {threads.submit(self._lower(p, self.num_blocks).compile): p for p in programs}
+            futures = {threads.submit(self._lower(self._layouts[p]).compile): p for p in programs}
             for future in as_they_finish(futures, "Compiling"):
                 self._programs[futures[future]] = future.result()
         release_free_memory()
@@ -200,7 +199,7 @@ class Runner:
     def _run_all(self) -> None:
         """Runs every program on an empty batch: the first call of a program is slower than the next."""
         for program in self.buckets.programs:
-            outputs = self._call(program, self._layout(program, self.num_blocks).empty())
+            outputs = self._call(program, self._layouts[program].empty())
         jax.block_until_ready(outputs)
         self.cache.warm_up()
 

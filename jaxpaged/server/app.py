@@ -19,7 +19,7 @@ def make_app(engine: AsyncEngine, config: ServerConfig) -> web.Application:
         client_max_size=config.max_request_bytes,
         middlewares=[middleware.errors, middleware.preflight, middleware.authenticate, middleware.limit_size],
     )
-    names = config.served_model_names or (engine.engine.model_name,)
+    names = config.model_names(engine.engine.model_name)
     metrics = ServerMetrics(names[0], engine.stats, engine.engine.cache_config, vllm_aliases=config.vllm_metric_aliases)
     engine.on_step = metrics.observe_step
     app[STATE] = ServerState(engine, config, metrics)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from aiohttp import web
 
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.server.body import parse, read_json
 from jaxpaged.server.chat_template import render_body
-from jaxpaged.server.generation import Generation, json_response, start_generation, stream_events
+from jaxpaged.server.generation import ChunkMaker, Generation, json_response, start_generation, stream_events
 from jaxpaged.server.logprobs import chat_logprobs
 from jaxpaged.server.params import chat_params
-from jaxpaged.server.protocol import ChatCompletionRequest, StreamOptions
+from jaxpaged.server.protocol import ChatCompletionRequest
 from jaxpaged.server.responses import (
     AssistantMessage,
     ChatChoice,
@@ -77,17 +77,18 @@ def _logprobs(body: ChatCompletionRequest, output: CompletionOutput, num_top: in
     return chat_logprobs(output.logprobs, num_top, as_token_ids=bool(body.return_tokens_as_token_ids))
 
 
-class _ChatStream:
+class _ChatStream(ChunkMaker[ChatChunk]):
     """Makes the chunks of one streamed answer: a role chunk for each choice, then deltas."""
+
+    chunk_type = ChatChunk
+    object_name = "chat.completion.chunk"
 
     def __init__(
         self, state: ServerState, body: ChatCompletionRequest, generation: Generation, *, num_top: int
     ) -> None:
-        self._state = state
+        super().__init__(state, generation, body.stream_options)
         self._body = body
-        self._generation = generation
         self._num_top = num_top
-        self._options = body.stream_options or StreamOptions()
         self._started = False
 
     def chunks(self, _prompt: int, output: RequestOutput) -> Iterator[ChatChunk]:
@@ -107,12 +108,6 @@ class _ChatStream:
                 choice.token_ids = o.token_ids
             yield self._chunk([choice])
 
-    def last(self) -> Iterable[ChatChunk]:
-        if self._options.include_usage:
-            chunk = self._chunk([])
-            chunk.usage = self._generation.usage
-            yield chunk
-
     def _role_chunks(self) -> Iterator[ChatChunk]:
         for index in range(self._generation.n):
             delta = Delta(role=self._state.config.response_role, content="")
@@ -120,17 +115,3 @@ class _ChatStream:
             if self._body.return_token_ids:
                 chunk.prompt_token_ids = self._generation.prompts[0]
             yield chunk
-
-    def _chunk(self, choices: list[ChatChunkChoice]) -> ChatChunk:
-        generation = self._generation
-        chunk = ChatChunk(
-            id=generation.id,
-            object="chat.completion.chunk",
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            system_fingerprint=self._state.system_fingerprint,
-        )
-        if self._options.include_usage and self._options.continuous_usage_stats:
-            chunk.usage = generation.usage
-        return chunk

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from aiohttp import web
 
 from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.server.body import parse, read_json
-from jaxpaged.server.generation import Generation, json_response, start_generation, stream_events
+from jaxpaged.server.generation import ChunkMaker, Generation, json_response, start_generation, stream_events
 from jaxpaged.server.logprobs import completion_logprobs
 from jaxpaged.server.params import completion_params
-from jaxpaged.server.protocol import CompletionRequest, StreamOptions
+from jaxpaged.server.protocol import CompletionRequest
 from jaxpaged.server.responses import Completion, CompletionChoice, CompletionChunk, CompletionChunkChoice
 from jaxpaged.server.state import STATE, ServerState
 
@@ -69,14 +69,15 @@ def _completion(
     )
 
 
-class _CompletionStream:
+class _CompletionStream(ChunkMaker[CompletionChunk]):
     """Makes the chunks of one streamed answer."""
 
+    chunk_type = CompletionChunk
+    object_name = "text_completion"
+
     def __init__(self, state: ServerState, body: CompletionRequest, generation: Generation) -> None:
-        self._state = state
+        super().__init__(state, generation, body.stream_options)
         self._body = body
-        self._generation = generation
-        self._options = body.stream_options or StreamOptions()
         self._text_offsets: dict[int, int] = {}
 
     def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionChunk]:
@@ -96,23 +97,3 @@ class _CompletionStream:
                 if is_first:
                     choice.prompt_token_ids = self._generation.prompts[prompt_index]
             yield self._chunk([choice])
-
-    def last(self) -> Iterable[CompletionChunk]:
-        if self._options.include_usage:
-            chunk = self._chunk([])
-            chunk.usage = self._generation.usage
-            yield chunk
-
-    def _chunk(self, choices: list[CompletionChunkChoice]) -> CompletionChunk:
-        generation = self._generation
-        chunk = CompletionChunk(
-            id=generation.id,
-            object="text_completion",
-            created=generation.created,
-            model=generation.model,
-            choices=choices,
-            system_fingerprint=self._state.system_fingerprint,
-        )
-        if self._options.include_usage and self._options.continuous_usage_stats:
-            chunk.usage = generation.usage
-        return chunk

@@ -71,3 +71,7 @@ class ServerConfig:
             raise ConfigError("an API key is empty; give a non-empty key, or none to leave the server open")
         if self.chat_template is not None:
             check_template(self.chat_template)
+
+    def model_names(self, default: str) -> tuple[str, ...]:
+        """Names that clients may use, the one in answers first; `default` where none was given."""
+        return self.served_model_names or (default,)

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -16,12 +17,14 @@ from jaxpaged.request import SamplingParams
 from jaxpaged.server.errors import ApiError, error_response, internal_error, to_api_error
 from jaxpaged.server.metrics import RequestObserver
 from jaxpaged.server.params import request_priority, truncate
-from jaxpaged.server.protocol import GenerationRequest
-from jaxpaged.server.responses import Usage
+from jaxpaged.server.protocol import GenerationRequest, StreamOptions
+from jaxpaged.server.responses import ChatChunk, CompletionChunk, Usage
 from jaxpaged.server.sse import EventStream
 from jaxpaged.server.state import ServerState, clean_header, random_id
 
 logger = logging.getLogger(__name__)
+
+Chunk = TypeVar("Chunk", ChatChunk, CompletionChunk)
 
 
 class Generation:
@@ -82,6 +85,44 @@ class Generation:
         """The last output of each prompt, in order."""
         last = {index: output async for index, output in self.outputs()}
         return [last[i] for i in range(len(self.prompts))]
+
+
+class ChunkMaker(Generic[Chunk]):
+    """What the streams of both endpoints share: the frame of a chunk, and the usage at the end.
+
+    Attributes:
+        chunk_type: of the endpoint.
+        object_name: what the `object` field of its chunks says.
+    """
+
+    chunk_type: type[Chunk]
+    object_name: Any  # a literal type of its own in each chunk
+
+    def __init__(self, state: ServerState, generation: Generation, options: StreamOptions | None) -> None:
+        self._state = state
+        self._generation = generation
+        self._options = options or StreamOptions()
+
+    def last(self) -> Iterable[Chunk]:
+        """The chunk with the whole usage, if the client wants it."""
+        if self._options.include_usage:
+            chunk = self._chunk([])
+            chunk.usage = self._generation.usage
+            yield chunk
+
+    def _chunk(self, choices: list[Any]) -> Chunk:
+        generation = self._generation
+        chunk = self.chunk_type(
+            id=generation.id,
+            object=self.object_name,
+            created=generation.created,
+            model=generation.model,
+            choices=choices,
+            system_fingerprint=self._state.system_fingerprint,
+        )
+        if self._options.include_usage and self._options.continuous_usage_stats:
+            chunk.usage = generation.usage
+        return chunk
 
 
 @asynccontextmanager

@@ -87,7 +87,7 @@ async def serve(
     try:
         sites = await _listen(runner, sockets, config)
         address = _address(runner, config)
-        logger.info("serving %s on %s", ", ".join(config.served_model_names or (engine.model_name,)), address)
+        logger.info("serving %s on %s", ", ".join(config.model_names(engine.model_name)), address)
         if on_ready is not None:
             on_ready(address)
         log_task = asyncio.create_task(_log_activity(async_engine, config.log_interval_s))

@@ -36,7 +36,7 @@ class ServerState:
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        return self.config.served_model_names or (self.engine.engine.model_name,)
+        return self.config.model_names(self.engine.engine.model_name)
 
     @property
     def max_model_len(self) -> int:

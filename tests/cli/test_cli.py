@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import jaxpaged.llm
@@ -439,6 +440,21 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
         "(2,048 tokens x 128.00 KiB) = 240",
     ):
         assert line in out
+
+
+def test_plan_of_given_lengths(capsys: pytest.CaptureFixture[str]) -> None:
+    lengths = ",".join(map(str, np.random.default_rng(7).integers(50, 600, 40)))
+    assert main([*SHAPE, "--reserve", "2048", "--lengths", lengths]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[-2:] == [
+        "40 reserved     10.00 GiB, 82.2% of it holds no token",
+        "40 paged        1.81 GiB, 2.1% of it holds no token",
+    ]
+    assert main([*SHAPE, "--reserve", "2048", "--lengths", lengths, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["reserved"]["num_bytes"] == 10 * GIB and round(figures["paged"]["waste"], 3) == 0.021
+    assert main([*SHAPE, "--reserve", "100", "--lengths", "50,101"]) == 2
+    assert "101" in capsys.readouterr().err
 
 
 def test_plan_takes_the_shape_of_a_model(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
