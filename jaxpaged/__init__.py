@@ -9,11 +9,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxpaged.beam_search import BeamSearchParams
     from jaxpaged.config import EngineConfig
     from jaxpaged.engine.async_engine import AsyncEngine
     from jaxpaged.llm import LLM
-    from jaxpaged.outputs import CompletionOutput, RequestOutput
+    from jaxpaged.outputs import CompletionOutput, EmbeddingRequestOutput, RequestOutput
+    from jaxpaged.pooling import PoolingParams
     from jaxpaged.request import SamplingParams
+    from jaxpaged.structured_outputs import StructuredOutputs
     from jaxpaged.weights import load_model
 
     __version__: str
@@ -21,20 +24,28 @@ if TYPE_CHECKING:
 _HOMES = {
     "LLM": "jaxpaged.llm",
     "AsyncEngine": "jaxpaged.engine.async_engine",
+    "BeamSearchParams": "jaxpaged.beam_search",
     "CompletionOutput": "jaxpaged.outputs",
+    "EmbeddingRequestOutput": "jaxpaged.outputs",
     "EngineConfig": "jaxpaged.config",
+    "PoolingParams": "jaxpaged.pooling",
     "RequestOutput": "jaxpaged.outputs",
     "SamplingParams": "jaxpaged.request",
+    "StructuredOutputs": "jaxpaged.structured_outputs",
     "load_model": "jaxpaged.weights",
 }
 
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BeamSearchParams",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineConfig",
+    "PoolingParams",
     "RequestOutput",
     "SamplingParams",
+    "StructuredOutputs",
     "__version__",
     "load_model",
 ]

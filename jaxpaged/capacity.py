@@ -60,10 +60,15 @@ class MemoryUse:
     waste: float
 
 
-def kv_bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of K and V that one token takes over all layers."""
+def kv_bytes_per_token(*, layers: int, kv_heads: int, head_dim: int, dtype_bytes: int, scale_bytes: int = 0) -> int:
+    """Bytes of K and V that one token takes over all layers.
+
+    Args:
+        dtype_bytes: of a value.
+        scale_bytes: of the scale that each head's K and V have in a quantized pool.
+    """
     _check_positive(layers=layers, kv_heads=kv_heads, head_dim=head_dim, dtype_bytes=dtype_bytes)
-    return 2 * layers * kv_heads * head_dim * dtype_bytes
+    return 2 * layers * kv_heads * (head_dim * dtype_bytes + scale_bytes)
 
 
 def plan_capacity(

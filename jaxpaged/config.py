@@ -17,6 +17,8 @@ from jaxpaged.errors import ConfigError
 Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
+KVCacheDType = Literal["auto", "fp8", "int8"]
 
 # What a value of an option's annotation may be; options with choices are checked against those.
 _TYPES: dict[str, tuple[type, ...]] = {
@@ -94,12 +96,14 @@ class CacheConfig:
         block_size: tokens a block.
         num_host_blocks: blocks of the host pool that swapped sequences go to.
         enable_prefix_caching: keep the blocks of finished requests findable by what they hold.
+        cache_dtype: of the keys and values in the pools, for reports.
     """
 
     num_blocks: int
     block_size: int = 16
     num_host_blocks: int = 0
     enable_prefix_caching: bool = True
+    cache_dtype: str = "auto"
 
     def __post_init__(self) -> None:
         _check_range("num_blocks", self.num_blocks, 2)
@@ -166,15 +170,20 @@ class EngineConfig:
     """What a user sets. None means: derived from the model and the device when the engine starts.
 
     Attributes:
-        dtype: of the weights, the activations and the KV pool. "auto" is the model's own.
+        dtype: of the weights and the activations. "auto" is the model's own.
+        load_format: "auto" reads the model's weights; "dummy" draws random ones from `seed`, for which a config.json is
+            enough (without tokenizer files prompts are token ids).
         seed: of requests that bring none.
         max_model_len: None = as long as the model was trained for.
+        kv_cache_dtype: "auto" keeps keys and values as they are computed; "int8" and "fp8" quantize each vector to one
+            byte a value and one float32 scale. fp8 needs an NVIDIA GPU of compute capability 8.9 or later, or a CPU.
         kv_cache_memory: bytes of the KV pool. None: what is left on a GPU, 1 GiB on a CPU.
         num_blocks: blocks of the pool, over kv_cache_memory.
         gpu_memory_utilization: share of the memory that JAX manages on a GPU (by default 75 % of the GPU's, see
             XLA_PYTHON_CLIENT_MEM_FRACTION) that weights, temporaries and pool may take together.
         swap_space: bytes of the host pool for preemption by swapping.
-        max_logprobs: most log-probabilities a request may ask for, for each token.
+        max_logprobs: most log-probabilities a request may ask for, for each token; -1 = the whole vocabulary, which
+            every step that reports any then sorts.
         attention: force an implementation of the kernels ("xla", "reference", "triton"); None picks by device.
         compilation_cache: folder of JAX's persistent compilation cache; "" is none, None the user's cache folder.
         warmup: compile every program before the first request. Off: on first use (for tests and short scripts).
@@ -182,9 +191,11 @@ class EngineConfig:
     """
 
     dtype: DType = "auto"
+    load_format: LoadFormat = "auto"
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 16
+    kv_cache_dtype: KVCacheDType = "auto"
     kv_cache_memory: int | None = None
     num_blocks: int | None = None
     gpu_memory_utilization: float = 0.92
@@ -209,9 +220,11 @@ class EngineConfig:
         for option in fields(self):
             _check_type(option.name, getattr(self, option.name), str(option.type))
         _check_choice("dtype", self.dtype, DType)
+        _check_choice("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType)
+        _check_choice("load_format", self.load_format, LoadFormat)
         _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         _check_range("swap_space", self.swap_space, 0)
-        _check_range("max_logprobs", self.max_logprobs, 0, 1024)
+        _check_range("max_logprobs", self.max_logprobs, -1, 1024)
         for name in (
             "max_model_len",
             "max_num_seqs",

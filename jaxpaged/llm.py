@@ -10,12 +10,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams, as_prompts
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.stats import EngineStats
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.interrupts import interrupts_deferred
-from jaxpaged.outputs import RequestOutput
+from jaxpaged.outputs import EmbeddingRequestOutput, RequestOutput
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.progress import GenerationProgress
 from jaxpaged.request import OutputKind, SamplingParams
 from jaxpaged.tokenizer import Message, encode_rendered, render_chat
@@ -146,6 +148,56 @@ class LLM:
         outputs = self._run(prompts, sampling_params, use_tqdm, None)
         return [replace(output, prompt=text) for output, text in zip(outputs, texts, strict=True)]
 
+    def beam_search(
+        self,
+        prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[BeamSearchOutput]:
+        """The most probable outputs for each prompt, best first; all prompts in one run of continuous batches.
+
+        Args:
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of either.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            InvalidRequestError: a prompt or the parameters cannot be served; then nothing has run.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise InvalidRequestError(f"{params!r:.80} is no BeamSearchParams", param="params")
+        outputs = self._run(_as_prompts(as_prompts(prompts)), params.sampling_params(), use_tqdm, None)
+        return [BeamSearchOutput.of(output, params, self._engine.tokenizer) for output in outputs]
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Embeddings of prompts, made of the model's hidden states, all in one run of continuous batches.
+
+        Args:
+            prompts: text, or token ids, or a list of either; as long as `max_model_len`.
+            pooling_params: for all, or one for each prompt; None = the last token's, normalized.
+            use_tqdm: show a progress bar where there are several prompts.
+
+        Raises:
+            InvalidRequestError: a prompt cannot be served; then nothing has run.
+        """
+        given = _as_prompts(prompts)
+        if pooling_params is None:
+            pooling_params = PoolingParams()
+        many: list[object] = [*pooling_params] if isinstance(pooling_params, (list, tuple)) else []
+        each = [_as_pooling_params(p) for p in many or [pooling_params] * len(given)]
+        if len(each) != len(given):
+            raise InvalidRequestError(
+                f"{len(each)} pooling parameters for {len(given)} prompts; give one, or one for each",
+                param="pooling_params",
+            )
+        return [EmbeddingRequestOutput.of(output) for output in self._run_each(given, each, use_tqdm, None)]
+
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt; each output holds the new text and tokens only.
 
@@ -186,7 +238,7 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """`SamplingParams()` with the defaults that the model's generation_config.json sets."""
         generation = self._engine.generation
-        names = ("temperature", "top_p", "top_k")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         own = {name: value for name in names if (value := getattr(generation, name)) is not None}
         return SamplingParams(**own)
 
@@ -219,6 +271,15 @@ class LLM:
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
         params = self._params_of_each(sampling_params, len(prompts))
+        return self._run_each(prompts, params, show_progress, priority)
+
+    def _run_each(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | PoolingParams],
+        show_progress: bool,
+        priority: Sequence[int] | None,
+    ) -> list[RequestOutput]:
         if priority is not None and len(priority) != len(prompts):
             raise InvalidRequestError(f"{len(priority)} priorities for {len(prompts)} prompts", param="priority")
         inbox: deque[RequestOutput] = deque()
@@ -236,7 +297,10 @@ class LLM:
                         output = inbox.popleft()
                         results[order.pop(output.request_id)] = output
                     if progress.shown:
-                        progress.update(len(prompts) - len(order), self._engine.stats().generation_tokens_total)
+                        stats = self._engine.stats()
+                        embeds = isinstance(params[0], PoolingParams)
+                        tokens = stats.prompt_tokens_total if embeds else stats.generation_tokens_total
+                        progress.update(len(prompts) - len(order), tokens)
         finally:  # a bad prompt among good ones, or Ctrl-C
             for request_id in order:
                 self._drop(request_id)
@@ -263,7 +327,12 @@ class LLM:
         return f"llm-{next(self._ids)}"
 
     def _add(
-        self, request_id: str, prompt: Prompt, params: SamplingParams, inbox: deque[RequestOutput], priority: int = 0
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams | PoolingParams,
+        inbox: deque[RequestOutput],
+        priority: int = 0,
     ) -> None:
         with interrupts_deferred():
             self._engine.add_request(request_id, prompt, params, priority=priority)
@@ -300,6 +369,12 @@ def _as_params(params: object) -> SamplingParams:
             f"{params!r:.80} is no SamplingParams; give one, e.g. SamplingParams(temperature=0)",
             param="sampling_params",
         )
+    return params
+
+
+def _as_pooling_params(params: object) -> PoolingParams:
+    if not isinstance(params, PoolingParams):
+        raise InvalidRequestError(f"{params!r:.80} is no PoolingParams", param="pooling_params")
     return params
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -19,7 +22,7 @@ class Logprob:
     decoded_token: str
 
 
-# At each output position: the drawn token first, then the most probable ones in order.
+# At each position: the drawn (or given) token first, then the most probable ones in order, then those asked for by id.
 TokenLogprobs = dict[int, Logprob]
 
 
@@ -73,6 +76,9 @@ class RequestOutput:
         finished: every sequence has ended; nothing more will come.
         num_cached_tokens: prompt tokens whose KV came from the prefix cache.
         error: what went wrong, where finish_reason is "error".
+        prompt_logprobs: of each token of the prompt, None for the first; None unless they were asked for. Under DELTA
+            only the first output has them.
+        embedding: [E] float32, of the prompt, where that was asked for; there are no `outputs` then.
     """
 
     request_id: str
@@ -83,3 +89,52 @@ class RequestOutput:
     metrics: RequestMetrics
     num_cached_tokens: int = 0
     error: str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    embedding: npt.NDArray[np.float32] | None = None
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """
+    Attributes:
+        embedding: as many numbers as the model's hidden states have.
+    """
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(frozen=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt.
+
+    Attributes:
+        outputs: None where the request failed.
+        num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+        error: what went wrong, else None.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: EmbeddingOutput | None
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    error: str | None = None
+    finished: bool = True
+
+    @classmethod
+    def of(cls, output: RequestOutput) -> EmbeddingRequestOutput:
+        embedding = None if output.embedding is None else EmbeddingOutput(output.embedding.tolist())
+        return cls(
+            output.request_id,
+            output.prompt,
+            output.prompt_token_ids,
+            embedding,
+            output.metrics,
+            output.num_cached_tokens,
+            output.error,
+        )

@@ -51,6 +51,7 @@ def render_chat(
     chat_template: str | None = None,
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> str:
@@ -61,6 +62,7 @@ def render_chat(
         chat_template: None = the tokenizer's own.
         add_generation_prompt: end with the header of the assistant's next message.
         continue_final_message: leave the last message open, to be continued.
+        tools: functions that the model may call, in OpenAI's form, for templates that show them.
         documents: for templates that show documents to the model.
         chat_template_kwargs: further variables of the template.
 
@@ -94,6 +96,7 @@ def render_chat(
             chat_template=chat_template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
+            tools=list(tools) if tools else None,
             documents=documents,
             **variables,
         )

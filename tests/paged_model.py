@@ -10,12 +10,15 @@ import hashlib
 from dataclasses import dataclass, field
 
 import numpy as np
+from beam_reference import beam_search
 
 from jaxpaged.config import CacheConfig
 from jaxpaged.core.plan import StepPlan, StepResult
 from jaxpaged.request import Request
 
 VOCAB = 50
+# Of logits and beams.
+LOGPROB_SPREAD = 2.0
 GARBAGE = -7
 
 
@@ -25,15 +28,33 @@ def next_token(history: list[int], seed: int) -> int:
     return int.from_bytes(digest, "little") % VOCAB
 
 
+def next_logprobs(history: list[int]) -> np.ndarray:
+    """[VOCAB] float32, as the hash of all tokens so far has it."""
+    digest = hashlib.blake2b(np.array(history, np.uint64).tobytes(), digest_size=8).digest()
+    logits = np.random.default_rng(int.from_bytes(digest, "little")).normal(size=VOCAB) * LOGPROB_SPREAD
+    return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+
+
 def tokens_alone(request: Request, max_model_len: int) -> list[list[int]]:
     """Output tokens of each sequence of `request`, computed with no memory at all."""
+    stops = set(request.params.stop_token_ids)
+    if not request.params.ignore_eos:
+        stops |= request.eos_token_ids
+    limit = min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
+    settings = request.params.beam_search
+    if settings is not None:
+        found = beam_search(
+            lambda output: next_logprobs(request.prompt_token_ids + output),
+            width=request.params.n,
+            max_tokens=limit,
+            stop_ids=stops,
+            length_penalty=settings.length_penalty,
+            early_stopping=settings.early_stopping,
+        )
+        return [f.token_ids for f in found]
     outputs = []
     for sequence in request.sequences:
         out: list[int] = []
-        stops = set(request.params.stop_token_ids)
-        if not request.params.ignore_eos:
-            stops |= request.eos_token_ids
-        limit = min(request.max_tokens, max_model_len - len(request.prompt_token_ids))
         while len(out) < limit and not (out and out[-1] in stops):
             out.append(next_token(request.prompt_token_ids + out, sequence.seed))
         outputs.append(out)
@@ -77,6 +98,8 @@ class PagedModel:
         assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
         self.device.reshape(-1)[slots] = plan.token_ids
         drawn = []
+        num_top = max(plan.sample.num_logprobs, 0)
+        top_ids, top = np.zeros((len(plan.sampled), num_top), np.int32), np.zeros((len(plan.sampled), num_top))
         for i, sequence in enumerate(plan.sampled):
             index = int(plan.sample.token_index[i])
             row = rows[index]
@@ -87,4 +110,8 @@ class PagedModel:
             low, high = plan.sample.seed[i].tolist()
             assert low + (high << 32) == sequence.seed
             drawn.append(next_token(history, sequence.seed))
-        return StepResult(token_ids=np.array(drawn, np.int32))
+            if num_top:
+                logprobs = next_logprobs(history)
+                top_ids[i] = np.argsort(-logprobs, kind="stable")[:num_top]
+                top[i] = logprobs[top_ids[i]]
+        return StepResult(np.array(drawn, np.int32), top_token_ids=top_ids, top_logprobs=top.astype(np.float32))

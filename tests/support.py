@@ -53,6 +53,21 @@ def random_model(config: ModelConfig, seed: int = 0, dtype: object = jnp.float32
     return model
 
 
+def dense_logprobs(model: nnx.Module) -> Callable[[list[int]], np.ndarray]:
+    """Of a model of `tiny_config`: tokens -> [NUM_TOKENS] float64 log-probabilities of the next, without paging."""
+    graphdef, state = nnx.split(model)
+    forward = jax.jit(lambda ids: nnx.merge(graphdef, state)(ids[None])[0])
+
+    def next_logprobs(ids: list[int]) -> np.ndarray:
+        padded = np.zeros(128, np.int32)
+        padded[: len(ids)] = ids
+        logits = np.asarray(forward(padded)[len(ids) - 1], np.float64)
+        shifted = logits - logits.max()
+        return (shifted - np.log(np.exp(shifted).sum()))[:NUM_TOKENS]
+
+    return next_logprobs
+
+
 def make_tiny_tokenizer() -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {symbol: i for i, symbol in enumerate(alphabet)}

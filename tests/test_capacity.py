@@ -33,6 +33,12 @@ def test_bytes_of_a_token_and_of_a_block() -> None:
     assert opt == 819_200
 
 
+def test_bytes_of_a_quantized_token() -> None:
+    """128 bytes and a scale of 4 for each of K and V, 32 layers and 8 heads: 1.94 times the tokens of 16 bits."""
+    token = kv_bytes_per_token(layers=32, kv_heads=8, head_dim=128, dtype_bytes=1, scale_bytes=4)
+    assert token == 66 * KIB
+
+
 def test_memory_of_forty_requests() -> None:
     lengths = np.random.default_rng(7).integers(50, 600, 40).tolist()
     reserved = reserved_use(lengths, bytes_per_token=PER_TOKEN, reserve=2048)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 from jaxpaged.capacity import Capacity, MemoryUse, kv_bytes_per_token, paged_use, plan_capacity, reserved_use
-from jaxpaged.commands.options import MODEL_HELP, add_command, count, size
-from jaxpaged.config import GIB, format_size
+from jaxpaged.commands.options import KV_CACHE_DTYPE_HELP, MODEL_HELP, add_command, count, size
+from jaxpaged.config import GIB, KVCacheDType, format_size
 from jaxpaged.errors import ConfigError
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_SCALE_BYTES = 4
 
 
 def add_parser(commands: Any) -> None:
@@ -37,6 +38,7 @@ def add_parser(commands: Any) -> None:
     shape.add_argument("--kv-heads", type=int, metavar="N", help="key and value heads")
     shape.add_argument("--head-dim", type=int, metavar="N", help="size of a head")
     parser.add_argument("--dtype", choices=tuple(_DTYPE_BYTES), help="of the KV (default: the model's, else bfloat16)")
+    parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE_HELP)
     parser.add_argument("--pool", type=size, default=GIB, metavar="SIZE", help="memory for KV (default: 1GiB)")
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
     parser.add_argument("--tokens", type=count, default=1024, metavar="N", help="of a request (default: 1024)")
@@ -92,7 +94,12 @@ class _Shape:
     kv_heads: int
     head_dim: int
     dtype: str
+    kv_cache_dtype: KVCacheDType
     max_len: int
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.kv_cache_dtype != "auto"
 
     @property
     def bytes_per_token(self) -> int:
@@ -100,8 +107,17 @@ class _Shape:
             layers=self.layers,
             kv_heads=self.kv_heads,
             head_dim=self.head_dim,
-            dtype_bytes=_DTYPE_BYTES[self.dtype],
+            dtype_bytes=1 if self.is_quantized else _DTYPE_BYTES[self.dtype],
+            scale_bytes=_SCALE_BYTES if self.is_quantized else 0,
         )
+
+    @property
+    def arithmetic(self) -> str:
+        """How `bytes_per_token` comes about."""
+        head = f"{self.head_dim} x {_DTYPE_BYTES[self.dtype]} bytes ({self.dtype})"
+        if self.is_quantized:
+            head = f"({self.head_dim} x 1 byte ({self.kv_cache_dtype}) + {_SCALE_BYTES} bytes of scale)"
+        return f"2 (K, V) x {self.layers} layers x {self.kv_heads} heads x {head}"
 
 
 def _shape(args: argparse.Namespace) -> _Shape:
@@ -110,7 +126,7 @@ def _shape(args: argparse.Namespace) -> _Shape:
     if args.model is None:
         if missing:
             raise ConfigError(f"give a model, or its shape: {', '.join(missing)} missing")
-        return _Shape(args.layers, args.kv_heads, args.head_dim, args.dtype or "bfloat16", 2048)
+        return _Shape(args.layers, args.kv_heads, args.head_dim, args.dtype or "bfloat16", args.kv_cache_dtype, 2048)
     if len(missing) < len(given):
         raise ConfigError(f"give a model or its shape ({', '.join(given)}), not both")
 
@@ -122,6 +138,7 @@ def _shape(args: argparse.Namespace) -> _Shape:
         config.num_kv_heads,
         config.head_dim,
         args.dtype or config.dtype,
+        args.kv_cache_dtype,
         config.max_position_embeddings,
     )
 
@@ -133,8 +150,7 @@ def _explain(shape: _Shape, capacity: Capacity) -> str:
     own = capacity.blocks_per_request - capacity.shared_blocks
     usable, shared = capacity.usable_blocks, capacity.shared_blocks
     lines = [
-        ("KV of a token", f"2 (K, V) x {shape.layers} layers x {shape.kv_heads} heads x {shape.head_dim} x "
-                          f"{_DTYPE_BYTES[shape.dtype]} bytes ({shape.dtype}) = {token}"),
+        ("KV of a token", f"{shape.arithmetic} = {token}"),
         ("a block", f"{capacity.block_size} tokens x {token} = {block}"),
         ("the pool", f"{pool} / {block} = {capacity.blocks:,} blocks; one is the null block, {usable:,} hold tokens"),
         ("a request", f"{capacity.tokens:,} tokens / {capacity.block_size} = {capacity.blocks_per_request} blocks"),

@@ -79,6 +79,14 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         help="how long running requests may take to finish after Ctrl-C (default: 30)",
         **unset,
     )
+    add(
+        "--response-store-size",
+        dest="response_store_bytes",
+        type=size,
+        metavar="SIZE",
+        help="memory for the responses of /v1/responses that clients can come back to, 0 for none (default: 64MiB)",
+        **unset,
+    )
     add("--enable-request-id-headers", help="answer with X-Request-Id", **flag)
     add("--enable-dev-endpoints", help="offer POST /reset_prefix_cache", **flag)
     add(
@@ -101,6 +109,34 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
     )
     add("--chat-template", metavar="FILE", help="Jinja file, or the template itself (default: the model's)", **unset)
     add("--trust-request-chat-template", help="let requests bring their own chat template", **flag)
+    add("--enable-auto-tool-choice", help="let the model decide to call tools; with --tool-call-parser", **flag)
+    add(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes tool calls: hermes (also Qwen 2.5 and 3), llama3_json, qwen3_coder or qwen3_xml "
+        "(XML), qwen (hermes or XML) (default: calls are not looked for)",
+        **unset,
+    )
+    add(
+        "--reasoning-parser",
+        metavar="NAME",
+        help="how the model writes its reasoning: deepseek_r1 or qwen3 (default: it stays in the text)",
+        **unset,
+    )
+    add(
+        "--pooling",
+        metavar="NAME",
+        help="what embeddings are made of: the hidden state of the last token, or the mean of all: last or mean "
+        "(default: last)",
+        **unset,
+    )
+    add(
+        "--stream-interval",
+        type=count,
+        metavar="N",
+        help="tokens of a choice in each chunk of a stream after the first (default: 1)",
+        **unset,
+    )
     add("--response-role", metavar="ROLE", help="role of generated messages (default: assistant)", **unset)
     add("--enable-prompt-tokens-details", help="report cached prompt tokens in usage", **flag)
 

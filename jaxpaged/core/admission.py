@@ -51,13 +51,13 @@ class Admission:
                 f"n is {n}, but at most {config.max_num_seqs} sequences run at once; lower n or raise max_num_seqs",
                 param="n",
             )
-        if prompt_len >= config.max_model_len:
+        if prompt_len + (request.pooling is None) > config.max_model_len:
             raise InvalidRequestError(
                 f"the prompt has {prompt_len} tokens, which leaves no room for output in the {config.max_model_len} "
                 "of max_model_len; shorten the prompt",
                 param="prompt",
             )
-        longest = min(prompt_len + request.max_tokens, config.max_model_len) - 1
+        longest = max(prompt_len, min(prompt_len + request.max_tokens, config.max_model_len) - 1)
         needed = group_blocks(prompt_len, [longest] * n, self._kv.block_size)
         if needed > pool.num_usable:
             raise InvalidRequestError(
@@ -85,15 +85,22 @@ class Admission:
         hits: list[int] = []
         if not group.is_swapped:
             sequences = sequences[:1]
-            hits = self._kv.match_prefix(sequences[0], group.target(sequences[0]))
+            if group.reads_prefix_cache:
+                hits = self._kv.match_prefix(sequences[0], group.target(sequences[0]))
         writes = []
+        held = group.waits_for_beams
         for sequence in sequences:
             start = sequence.num_computed + len(hits) * self._kv.block_size
-            count = self.chunk(group.target(sequence) - start, budget)
+            remaining = group.target(sequence) - held - start
+            if remaining == 0:
+                continue
+            count = self.chunk(remaining, budget)
             if count == 0:
                 break
             writes.append((sequence, start + count))
             budget -= count
+        if group.request.beams is not None and not held and len(writes) < len(sequences):
+            return None  # all beams in one step, or none
         if not writes or not self._has_room(group, hits, writes[0][1]):
             return None
         return Offer(hits, writes)

@@ -36,6 +36,26 @@ class SequenceGroup:
     def is_swapped(self) -> bool:
         return self.unfinished[0].status is SequenceStatus.SWAPPED
 
+    @property
+    def reads_prefix_cache(self) -> bool:
+        """Log-probabilities of a prompt need the logits of all its tokens, and a mean their hidden states; of both the
+        cache has none.
+        """
+        request = self.request
+        if request.pooling is not None and request.pooling.pooling == "mean":
+            return False
+        known = request.num_prompt_logprobs >= len(request.prompt_token_ids) - 1
+        return request.params.prompt_logprobs is None or known
+
+    @property
+    def waits_for_beams(self) -> bool:
+        """Whether a beam has more to compute than its newest token. All beams are ranked at once, so the others then
+        wait with theirs.
+        """
+        if self.request.beams is None or not self.forked or len(self.request.sequences) == 1:
+            return False
+        return any(s.num_tokens - s.num_computed > 1 for s in self.unfinished)
+
     def target(self, sequence: Sequence) -> int:
         """Tokens of `sequence` whose KV is to be computed before anything new can come of it."""
         if self.forked:

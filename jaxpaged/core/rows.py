@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxpaged.core.beam import num_candidates
 from jaxpaged.core.plan import IntArray
 from jaxpaged.request import GREEDY_EPS, MIN_TEMPERATURE, Sequence, SequenceStatus
+
+CONSTRAINED, PENALIZED, MATCHED = 1, 2, 4
 
 
 def _device_temperature(temperature: float) -> float:
@@ -29,8 +32,13 @@ class BatchRows:
         last_token: [R] int32, token at position target - 1.
         may_share: [R] bool, the next write may hit a block that a sibling refers to.
         leads: [R] bool, computes a prompt from which its siblings will fork.
+        pools: [R] bool, its request is for an embedding: nothing is drawn at the end.
+        held: [R] bool, stops short of its last known token, until all beams of its search have come as far.
         max_len: [R] int32, number of tokens at which the sequence ends for its length.
         stop_ids: [R] tokens that end the sequence.
+        adjusts: [R] uint8, CONSTRAINED if the request has `constraints`, plus PENALIZED if a penalty is in force, plus
+            MATCHED if it has a grammar.
+        repetition, frequency, presence, prompt_len: as in `Penalties`.
         temperature, top_k, top_p, min_p, seed, num_logprobs: as in `SampleBatch`; seed is [R, 2].
     """
 
@@ -48,7 +56,14 @@ class BatchRows:
         self.last_token: IntArray = np.zeros(num_rows, np.int32)
         self.may_share = np.zeros(num_rows, np.bool_)
         self.leads = np.zeros(num_rows, np.bool_)
+        self.pools = np.zeros(num_rows, np.bool_)
+        self.held = np.zeros(num_rows, np.bool_)
         self.max_len: IntArray = np.zeros(num_rows, np.int32)
+        self.adjusts = np.zeros(num_rows, np.uint8)
+        self.repetition = np.ones(num_rows, np.float32)
+        self.frequency = np.zeros(num_rows, np.float32)
+        self.presence = np.zeros(num_rows, np.float32)
+        self.prompt_len: IntArray = np.zeros(num_rows, np.int32)
         self.temperature = np.zeros(num_rows, np.float32)
         self.top_k: IntArray = np.zeros(num_rows, np.int32)
         self.top_p = np.ones(num_rows, np.float32)
@@ -78,16 +93,23 @@ class BatchRows:
         sequence.status = SequenceStatus.RUNNING
         self.version += 1
         self.sequences[row] = sequence
-        self.stop_ids[row] = frozenset(params.stop_token_ids).union(
-            () if params.ignore_eos else sequence.request.eos_token_ids
-        )
+        self.stop_ids[row] = sequence.request.stop_ids
+        self.pools[row] = sequence.request.pooling is not None
         self.max_len[row] = min(len(sequence.request.prompt_token_ids) + sequence.request.max_tokens, max_model_len)
         self.temperature[row] = _device_temperature(params.temperature)
         self.top_k[row] = max(params.top_k, 0)
         self.top_p[row] = params.top_p
         self.min_p[row] = params.min_p
         self.seed[row] = (sequence.seed & 0xFFFFFFFF, sequence.seed >> 32)
-        self.num_logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self.num_logprobs[row] = -1 if not params.wants_logprobs else params.logprobs or 0
+        if params.beam_search is not None:
+            self.num_logprobs[row] = num_candidates(params.n, self.stop_ids[row])
+        penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        is_constrained = sequence.request.constraints is not None
+        is_matched = sequence.matcher is not None
+        self.adjusts[row] = CONSTRAINED * is_constrained + PENALIZED * (penalties != (1, 0, 0)) + MATCHED * is_matched
+        self.repetition[row], self.frequency[row], self.presence[row] = penalties
+        self.prompt_len[row] = len(sequence.request.prompt_token_ids)
 
     def set_table(self, sequence: Sequence, *, start: int = 0) -> None:
         """Take over the sequence's block table from entry `start` on."""
@@ -115,7 +137,7 @@ class BatchRows:
         self.block_tables[row, : self.num_blocks[row]] = 0
         for array in (self.num_blocks, self.num_computed, self.target, self.scheduled, self.num_cached):
             array[row] = 0
-        self.may_share[row] = self.leads[row] = False
+        self.may_share[row] = self.leads[row] = self.held[row] = False
 
     def hand_over(self, old: Sequence, new: Sequence) -> None:
         """`new`, which has a row, goes on with the work of `old`, whose row is released."""

@@ -9,14 +9,17 @@ from __future__ import annotations
 import bisect
 import itertools
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
 from jaxpaged.config import CacheConfig, SchedulerConfig
 from jaxpaged.core.admission import Admission
+from jaxpaged.core.beam_group import fork_beams, rank_beams
+from jaxpaged.core.grammar import MaskFiller
 from jaxpaged.core.group import SequenceGroup
 from jaxpaged.core.kv_manager import KVManager, Pair, num_blocks_for
-from jaxpaged.core.plan import StepPlan, StepResult
+from jaxpaged.core.plan import FloatArray, IntArray, StepPlan, StepResult
 from jaxpaged.core.plan_builder import PlanBuilder
 from jaxpaged.core.rows import BatchRows
 from jaxpaged.core.stats import SchedulerStats, Totals
@@ -42,14 +45,17 @@ class Scheduler:
     """Continuous batching over paged KV memory. Call `schedule`, run the plan, call `update` (or `fail`); repeat.
 
     Requests may be added, aborted and finished at any time in between. One thread only.
+
+    Args:
+        fill_masks: finds what grammars allow; needed only for requests that have one.
     """
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, fill_masks: MaskFiller | None = None) -> None:
         self._config = config
         self._block_size = cache.block_size
         self._kv = KVManager(cache)
         self._rows = BatchRows(config.max_num_seqs, num_blocks_for(config.max_model_len, cache.block_size))
-        self._builder = PlanBuilder(self._rows)
+        self._builder = PlanBuilder(self._rows, fill_masks)
         self._admission = Admission(config, self._kv, self._rows)
         self._groups: dict[str, SequenceGroup] = {}
         self._running: list[SequenceGroup] = []  # in the order of service
@@ -139,20 +145,33 @@ class Scheduler:
         """Take in what the step computed; finished sequences are marked and freed.
 
         Returns:
-            The indices into `plan.sampled` whose token was accepted: all but those finished since `schedule`.
+            The indices into `plan.sampled` whose token was accepted: all but those finished since `schedule`, and those
+            of beams: which tokens these have is known when the search is over.
         """
         self._close(plan)
         self._advance()
+        for span in plan.prompt_spans:
+            span.request.num_prompt_logprobs += len(span.target_ids)
+        for pool_span in plan.pool_spans:
+            if pool_span.is_last:
+                self.finish(pool_span.request.sequences[0], FinishReason.STOP)
         rows, accepted, accepted_rows, ended = self._rows, [], [], []
         stop_ids = rows.stop_ids
+        beam_draws: dict[SequenceGroup, list[int]] = {}
         for i, (sequence, token) in enumerate(zip(plan.sampled, result.token_ids.tolist(), strict=True)):
             row = sequence.row
             if row < 0:
                 continue
+            if sequence.request.beams is not None:
+                beam_draws.setdefault(self._group_of(sequence), []).append(i)
+                continue
             sequence.output_token_ids.append(token)
             accepted.append(i)
             accepted_rows.append(row)
-            if token in stop_ids[row]:
+            matcher = sequence.matcher
+            if matcher is not None:
+                matcher.accept(token)
+            if token in stop_ids[row] or (matcher is not None and matcher.is_finished):
                 ended.append(sequence)
         drawn = np.array(accepted_rows, np.int32)
         rows.target[drawn] += 1
@@ -160,6 +179,8 @@ class Scheduler:
         ended += [self._rows.holder(row) for row in drawn[rows.target[drawn] >= rows.max_len[drawn]].tolist()]
         for sequence in ended:
             self.finish(sequence, *_why_ended(sequence))
+        for group, draws in beam_draws.items():
+            self._rank_beams(group, [plan.sampled[i] for i in draws], result.top_of(draws))
         if self._config.debug_checks:
             self.check_invariants()
         return accepted
@@ -243,7 +264,7 @@ class Scheduler:
         """Set how many tokens each running row computes and grow the tables for them. Returns what is left of the
         token budget."""
         rows = self._rows
-        remaining = rows.target - rows.num_computed
+        remaining = rows.target - rows.num_computed - rows.held
         single = remaining == 1
         rows.scheduled[:] = single
         budget = self._config.max_num_batched_tokens - int(np.count_nonzero(single))
@@ -262,7 +283,7 @@ class Scheduler:
         """Share the budget among rows with more than one token to compute, in the order of service."""
         rows = self._rows
         for row in self._in_order(prefilling):
-            count = self._admission.chunk(int(rows.target[row] - rows.num_computed[row]), budget)
+            count = self._admission.chunk(int(rows.target[row] - rows.num_computed[row] - rows.held[row]), budget)
             if count == 0:
                 return 0  # whoever is behind must not overtake
             rows.scheduled[row] = count
@@ -336,7 +357,7 @@ class Scheduler:
                 self._step.swap_in += pairs
             else:
                 self._kv.attach(sequences[0], offer.hits)
-                if not group.started:
+                if not group.started and group.reads_prefix_cache:
                     group.request.num_cached_tokens = sequences[0].num_computed
                     self._totals.prefix_queries_total += group.target(sequences[0])
                     self._totals.prefix_hits_total += sequences[0].num_computed
@@ -354,13 +375,14 @@ class Scheduler:
         rows, target = self._rows, group.target(sequence)
         rows.set_table(sequence)
         rows.set_target(sequence, target, leads=not group.forked and target > 0)
+        rows.held[sequence.row] = group.waits_for_beams
         rows.num_cached[sequence.row] = num_cached
         rows.may_share[sequence.row] = self._kv.shares_next_write(sequence)
 
     def _prefill_rows(self) -> list[int]:
         """The scheduled rows that are more, or less, than a decode: one token in, one draw out."""
         rows = self._rows
-        is_decode = (rows.target - rows.num_computed == 1) & ~rows.leads
+        is_decode = (rows.target - rows.num_computed == 1) & ~(rows.leads | rows.pools)
         others = np.flatnonzero((rows.scheduled > 0) & ~is_decode)
         return self._in_order(others.tolist()) if len(others) else []
 
@@ -387,6 +409,9 @@ class Scheduler:
         if rows.leads.any():
             for row in np.flatnonzero(rows.leads & (rows.num_computed == rows.target)).tolist():
                 self._fork(self._group_of(self._rows.holder(row)))
+        if rows.held.any():
+            for group in {self._group_of(rows.holder(row)) for row in np.flatnonzero(rows.held).tolist()}:
+                rows.held[[s.row for s in group.unfinished]] = group.waits_for_beams
 
     def _fork(self, group: SequenceGroup) -> None:
         leader, *children = group.unfinished
@@ -395,6 +420,31 @@ class Scheduler:
         group.forked = True
         for sequence in (leader, *children):
             self._take_over(sequence, group, num_cached=leader.num_computed // self._block_size)
+
+    def _rank_beams(self, group: SequenceGroup, drawn: list[Sequence], top: tuple[IntArray, FloatArray]) -> None:
+        """Let the best continuations of a group's beams go on: they fork, and the blocks of the others are freed.
+
+        Args:
+            drawn, top: as in `rank_beams`.
+        """
+        request, row = group.request, drawn[0].row
+        max_tokens = int(self._rows.max_len[row]) - len(request.prompt_token_ids)
+        going_on = rank_beams(request, drawn, top, stop_ids=self._rows.stop_ids[row], max_tokens=max_tokens)
+        if not going_on:
+            self._finish_beams(request)
+            return
+        fork_beams(self._kv, request.sequences, going_on)
+        for sequence in request.sequences:
+            self._take_over(sequence, group, num_cached=sequence.num_computed // self._block_size)
+
+    def _finish_beams(self, request: Request) -> None:
+        """End all beams of a search that is over; they take the hypotheses' tokens, the best one's first."""
+        assert request.beams is not None
+        for sequence, hypothesis in zip_longest(request.sequences, request.beams.hypotheses):
+            sequence.block_keys = []
+            sequence.output_token_ids = [] if hypothesis is None else hypothesis.token_ids
+            # The model's logits may leave fewer outputs than there are beams.
+            self.finish(sequence, *((FinishReason.ERROR,) if hypothesis is None else _why_ended(sequence)))
 
     def _finish_group(self, group: SequenceGroup, reason: FinishReason) -> None:
         for sequence in reversed(group.unfinished):  # the leader last, so that it hands its work to nobody
@@ -414,10 +464,13 @@ class Scheduler:
 
 
 def _why_ended(sequence: Sequence) -> tuple[FinishReason, int | None]:
-    """Reason and stop reason of a sequence that ended with its last token: a stop token goes before the length."""
-    request, token = sequence.request, sequence.output_token_ids[-1]
+    """Reason and stop reason of a sequence that ended with its last token: a stop token or the end of its grammar goes
+    before the length."""
+    request, token, matcher = sequence.request, sequence.output_token_ids[-1], sequence.matcher
     if token in request.eos_token_ids and not request.params.ignore_eos:
         return FinishReason.STOP, None
     if token in request.params.stop_token_ids:
         return FinishReason.STOP, token
+    if matcher is not None and matcher.is_finished:
+        return (FinishReason.STOP if matcher.error is None else FinishReason.ERROR), None
     return FinishReason.LENGTH, None

@@ -13,11 +13,14 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from jaxpaged.core.grammar import Grammar
 from jaxpaged.engine.request_stream import EngineRequest, OpenRequest, RequestStream
 from jaxpaged.engine.validation import check_params, check_prompt
 from jaxpaged.errors import EngineDeadError, InvalidRequestError
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import SamplingParams
+from jaxpaged.structured_outputs import grammar_error
 from jaxpaged.tokenizer import encode
 
 if TYPE_CHECKING:
@@ -30,6 +33,8 @@ logger = logging.getLogger(__name__)
 INLINE_TOKENIZE_CHARS = 4096
 # How long `shutdown` waits for the step in progress before it leaves the thread behind.
 STOP_GRACE_S = 10.0
+# How long a request waits for its grammar.
+COMPILE_GRAMMAR_S = 30.0
 
 
 class _Call:
@@ -137,7 +142,9 @@ class AsyncEngine:
         """
         self._check_running()
         arrival_time = time.monotonic()
-        opened = [OpenRequest(r, await self._checked_token_ids(r), arrival_time) for r in requests]
+        opened = [
+            OpenRequest(r, await self._checked_token_ids(r), arrival_time, await self._grammar(r)) for r in requests
+        ]
         self._check_running()
         for request in requests:
             if request.request_id in self._streams:
@@ -161,13 +168,14 @@ class AsyncEngine:
     async def generate(
         self,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         request_id: str,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Outputs of one request, by `params.output_kind`. Closing or cancelling the iterator aborts the request.
+        """Outputs of one request, by `params.output_kind`, or one output with the prompt's embedding. Closing or
+        cancelling the iterator aborts the request.
 
         Raises:
             InvalidRequestError, QueueFullError, EngineDeadError: as `submit`.
@@ -256,21 +264,36 @@ class AsyncEngine:
     async def _checked_token_ids(self, request: EngineRequest) -> list[int]:
         """Token ids of a request that the engine can serve; checked here so that it fails before any wait."""
         engine = self.engine
-        check_params(
-            request.params,
-            vocab_size=engine.model_config.vocab_size,
-            max_model_len=engine.scheduler_config.max_model_len,
-            max_num_seqs=engine.scheduler_config.max_num_seqs,
-            max_logprobs=engine.config.max_logprobs,
-        )
+        if draws := isinstance(request.params, SamplingParams):
+            check_params(
+                request.params,
+                vocab_size=engine.model_config.vocab_size,
+                max_model_len=engine.scheduler_config.max_model_len,
+                max_num_seqs=engine.scheduler_config.max_num_seqs,
+                max_logprobs=engine.config.max_logprobs,
+            )
         prompt = request.prompt
         token_ids = (await self.tokenize([prompt]))[0] if isinstance(prompt, str) else prompt
         check_prompt(
             token_ids,
             vocab_size=engine.model_config.vocab_size,
             max_model_len=engine.scheduler_config.max_model_len,
+            draws=draws,
         )
         return token_ids
+
+    async def _grammar(self, request: EngineRequest) -> Grammar | None:
+        """The grammar of a request, which waits outside of the engine until it is compiled."""
+        wanted = request.params.structured_outputs if isinstance(request.params, SamplingParams) else None
+        if wanted is None:
+            return None
+        # Others may wait for the same compilation: it goes on if this caller is cancelled.
+        compiling = asyncio.shield(asyncio.wrap_future(self.engine.compile_grammar(wanted)))
+        try:
+            async with asyncio.timeout(COMPILE_GRAMMAR_S):
+                return await compiling
+        except TimeoutError:
+            raise grammar_error(f"it takes longer than {COMPILE_GRAMMAR_S:g} s to compile; make it smaller") from None
 
     def _call(self, function: Callable[[], Any]) -> asyncio.Future[Any]:
         """Has the engine's thread run `function` before its next step."""
@@ -369,6 +392,7 @@ class AsyncEngine:
                     arrival_time=opened.arrival_time,
                     priority=request.priority,
                     cache_salt=request.cache_salt,
+                    grammar=opened.grammar,
                 )
             except Exception:
                 for request_id in added:

@@ -28,7 +28,7 @@ class Detokenizer:
 
     Args:
         tokenizer: a fast tokenizer of transformers, or a `tokenizers.Tokenizer`.
-        params: stop, include_stop_str_in_output and skip_special_tokens are used.
+        params: stop, include_stop_str_in_output, min_tokens and skip_special_tokens are used.
         prompt_token_ids: what the output follows.
 
     Attributes:
@@ -36,7 +36,7 @@ class Detokenizer:
             together the longest, so that the result does not depend on how the text is split into tokens.
     """
 
-    __slots__ = ("_include_stop", "_pieces", "_ready", "_searcher", "stop")
+    __slots__ = ("_include_stop", "_num_untested", "_pieces", "_ready", "_searcher", "stop")
 
     def __init__(self, tokenizer: Any, params: SamplingParams, prompt_token_ids: list[int]) -> None:
         self.stop: str | None = None
@@ -44,6 +44,7 @@ class Detokenizer:
         self._pieces = _Pieces(backend_tokenizer(tokenizer), params.skip_special_tokens, prompt_token_ids)
         self._searcher = _StopSearcher(tuple(params.stop)) if params.stop else None
         self._ready: list[str] = []
+        self._num_untested = params.min_tokens
 
     def append(self, token_ids: list[int], finished: bool) -> str | None:
         """Feed the next tokens.
@@ -59,9 +60,10 @@ class Detokenizer:
         for token_id in token_ids:
             if self.stop is not None:
                 break
-            self._add(self._pieces.feed(token_id))
+            is_tested, self._num_untested = self._num_untested == 0, max(self._num_untested - 1, 0)
+            self._add(self._pieces.feed(token_id), is_tested)
         if finished and self.stop is None:
-            self._add(self._pieces.flush())
+            self._add(self._pieces.flush(), self._num_untested == 0)
             if self._searcher is not None and self.stop is None:
                 self._ready.append(self._searcher.flush())
         return self.stop
@@ -72,13 +74,13 @@ class Detokenizer:
         self._ready.clear()
         return text
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, is_tested: bool) -> None:
         if not text:
             return
         if self._searcher is None:
             self._ready.append(text)
             return
-        certain, self.stop = self._searcher.feed(text)
+        certain, self.stop = self._searcher.feed(text, is_tested)
         self._ready.append(certain)
         if self.stop is not None and self._include_stop:
             self._ready.append(self.stop)
@@ -150,11 +152,18 @@ class _StopSearcher:
         self._stops = stops
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, str | None]:
-        """(text that is certain now and lies before any stop string, the stop string found)."""
+    def feed(self, text: str, is_tested: bool = True) -> tuple[str, str | None]:
+        """(text that is certain now and lies before any stop string, the stop string found).
+
+        Args:
+            is_tested: whether a stop string that ends in this text counts.
+        """
+        num_held = len(self._held)
         text = self._held + text
-        found = [(start + len(stop), start, stop) for stop in self._stops if (start := text.find(stop)) >= 0]
-        if found:
+        # One that ends in what was held is one that did not count.
+        starts = {stop: text.find(stop, max(num_held - len(stop) + 1, 0)) for stop in self._stops}
+        found = [(start + len(stop), start, stop) for stop, start in starts.items() if start >= 0]
+        if found and is_tested:
             _, start, stop = min(found)
             self._held = ""
             return text[:start], stop

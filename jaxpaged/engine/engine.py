@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -14,18 +15,39 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, format_size
-from jaxpaged.core.plan import NO_TOKEN, StepPlan, StepResult
+from jaxpaged.core.grammar import Grammar
+from jaxpaged.core.plan import NONE_ALLOWED, StepPlan, StepResult
 from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.engine.embedding_builder import EmbeddingBuilder
 from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.engine.stats import EngineStats
-from jaxpaged.engine.validation import check_params, check_prompt
+from jaxpaged.engine.validation import (
+    bad_word_ids,
+    check_beam_width,
+    check_constraints,
+    check_params,
+    check_prompt,
+    with_all_logprobs,
+)
 from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.grammars import GrammarCompiler
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import FinishReason, Request, SamplingParams
 from jaxpaged.runner.compile_cache import enable_compilation_cache
 from jaxpaged.runner.runner import Runner
+from jaxpaged.structured_outputs import StructuredOutputs
 from jaxpaged.tokenizer import backend_tokenizer, encode
-from jaxpaged.weights import GenerationConfig, load_generation_config, load_model, load_tokenizer, resolve
+from jaxpaged.weights import (
+    GenerationConfig,
+    dummy_model,
+    has_tokenizer,
+    load_config,
+    load_generation_config,
+    load_model,
+    load_tokenizer,
+    resolve,
+)
 from jaxpaged_kernels.api import IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
@@ -70,14 +92,20 @@ class Engine:
         self.generation = generation or GenerationConfig()
         device = "cpu" if jax.default_backend() == "cpu" else "gpu"
         self.scheduler_config: SchedulerConfig = config.scheduler_config(self._max_model_len(), device=device)
-        self._runner = Runner(model, config, self.scheduler_config, vocab_size=self._drawable_vocab())
+        self._drawable_vocab = self._count_drawable()
+        self._runner = Runner(model, config, self.scheduler_config, vocab_size=self._drawable_vocab)
         self.cache_config = CacheConfig(
             num_blocks=self._runner.num_blocks,
             block_size=config.block_size,
             num_host_blocks=self._runner.num_host_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
+            cache_dtype=str(self._runner.cache.shape.values),
         )
-        self._scheduler = Scheduler(self.scheduler_config, self.cache_config)
+        self._grammars = None
+        if tokenizer is not None:
+            self._grammars = GrammarCompiler(tokenizer, self.generation.eos_token_ids, self._drawable_vocab)
+        fill_masks = self._grammars.fill_masks if self._grammars is not None else None
+        self._scheduler = Scheduler(self.scheduler_config, self.cache_config, fill_masks)
         self._outputs: dict[str, OutputBuilder] = {}
         self._seeds = random.Random(config.seed)
         self._finished: Counter[str] = Counter()
@@ -89,15 +117,25 @@ class Engine:
     def from_pretrained(cls, model: str, config: EngineConfig, *, model_name: str | None = None) -> Engine:
         """Loads `model` (a folder, a GGUF file, a catalog or hub name) with its tokenizer and starts an engine.
 
+        With load_format "dummy" `model` may also be a config.json, and the tokenizer is None where there is none.
+
         Raises:
             ModelLoadError: it is not there, corrupt, or not supported.
             ConfigError: the options do not fit the model or the machine.
         """
         enable_compilation_cache(config)
-        files = resolve(model)
+        is_dummy = config.load_format == "dummy"
+        files = resolve(model, weights=not is_dummy)
+        tokenizer = None
+        if has_tokenizer(files) or not is_dummy:
+            tokenizer = load_tokenizer(files, trust_remote_code=config.trust_remote_code)
+        if is_dummy:
+            module = dummy_model(load_config(files), dtype=config.dtype, seed=config.seed)
+        else:
+            module = load_model(files, dtype=config.dtype)
         return cls(
-            load_model(files, dtype=config.dtype),
-            load_tokenizer(files, trust_remote_code=config.trust_remote_code),
+            module,
+            tokenizer,
             config,
             model_name=model_name or model,
             generation=load_generation_config(files),
@@ -107,17 +145,20 @@ class Engine:
         self,
         request_id: str,
         prompt: str | list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         """Queues a request.
 
         Args:
             prompt: text, tokenized with the model's special tokens, or token ids taken as they are.
+            params: how to draw the output, or that the prompt's embedding is wanted instead.
             arrival_time: seconds of the monotonic clock; None = now.
+            grammar: what `compile_grammar` made of `params.structured_outputs`; None: compile it now, if need be.
 
         Raises:
             InvalidRequestError: it can never be served as asked; nothing has been queued.
@@ -129,17 +170,33 @@ class Engine:
             )
         if not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}, but must be an integer", param="priority")
-        request = self._make_request(request_id, prompt, params)
+        request = self._make_request(request_id, prompt, params, grammar)
         request.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         request.priority = priority
         request.cache_salt = cache_salt
-        builder = OutputBuilder(request, self.tokenizer)  # before it is queued: it must not be there without one
+        # Before it is queued: it must not be there without one.
+        if request.pooling is not None:
+            builder: OutputBuilder = EmbeddingBuilder(request, request.pooling)
+        else:
+            builder = OutputBuilder(request, self.tokenizer)
         self._scheduler.add(request)
         self._outputs[request_id] = builder
 
-    def validate(self, prompt: str | list[int], params: SamplingParams) -> None:
+    def validate(self, prompt: str | list[int], params: SamplingParams | PoolingParams) -> None:
         """Raises what `add_request` would raise for a bad request, and queues nothing."""
-        self._make_request("", prompt, params, dry_run=True)
+        self._make_request("", prompt, params, None, dry_run=True)
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        """Compiles in a thread, or finds among those compiled lately; any thread may call this.
+
+        Raises:
+            InvalidRequestError: no tokenizer; the future raises it for what is no grammar or too large a one.
+        """
+        if self._grammars is None:
+            raise InvalidRequestError(
+                "structured_outputs needs a tokenizer, and this engine has none", param="structured_outputs"
+            )
+        return self._grammars.compile(wanted)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         """Ends a request and frees its blocks at once.
@@ -181,8 +238,10 @@ class Engine:
             self._pool_may_be_lost = True
             self._scheduler.drop_kv()
             raise
-        failed = self._end_without_token(plan, result)
-        return failed + self._collect(plan, result, self._scheduler.update(plan, result))
+        failed = self._end_without_token(plan, result) + self._end_without_embedding(plan, result)
+        accepted = self._scheduler.update(plan, result)
+        failed += self._end_without_grammar(plan, accepted)
+        return failed + self._collect(plan, result, accepted)
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -220,10 +279,19 @@ class Engine:
         """Aborts what is running."""
         for request_id in list(self._outputs):
             self.abort_request(request_id)
+        if self._grammars is not None:
+            self._grammars.close()
 
     def _make_request(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams, dry_run: bool = False
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams | PoolingParams,
+        grammar: Grammar | None,
+        dry_run: bool = False,
     ) -> Request:
+        if isinstance(params, PoolingParams):
+            return self._make_pooling_request(request_id, prompt, params)
         limits = self.scheduler_config
         vocab_size = self.model_config.vocab_size
         check_params(
@@ -237,16 +305,38 @@ class Engine:
             raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         token_ids = self._tokenize(prompt)
         check_prompt(token_ids, vocab_size=vocab_size, max_model_len=limits.max_model_len)
+        if grammar is None and params.structured_outputs is not None:
+            grammar = self.compile_grammar(params.structured_outputs).result()
         room = limits.max_model_len - len(token_ids)
         seed = params.seed if params.seed is not None else 0 if dry_run else self._seeds.getrandbits(64)
-        return Request(
+        request = Request(
             request_id,
             token_ids,
-            params,
+            with_all_logprobs(params, vocab_size),
             max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
             seed=seed,
             eos_token_ids=frozenset(self.generation.eos_token_ids),
             prompt=prompt if isinstance(prompt, str) else None,
+            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
+            vocab_size=self._drawable_vocab,
+            grammar=grammar,
+        )
+        check_constraints(request)
+        check_beam_width(request, self.config.max_logprobs)
+        return request
+
+    def _make_pooling_request(self, request_id: str, prompt: str | list[int], pooling: PoolingParams) -> Request:
+        limits, vocab_size = self.scheduler_config, self.model_config.vocab_size
+        token_ids = self._tokenize(prompt)
+        check_prompt(token_ids, vocab_size=vocab_size, max_model_len=limits.max_model_len, draws=False)
+        return Request(
+            request_id,
+            token_ids,
+            SamplingParams(),
+            max_tokens=0,
+            seed=0,
+            prompt=prompt if isinstance(prompt, str) else None,
+            pooling=pooling,
         )
 
     def _tokenize(self, prompt: str | list[int]) -> list[int]:
@@ -259,33 +349,107 @@ class Engine:
     def _collect(self, plan: StepPlan, result: StepResult, accepted: list[int]) -> list[RequestOutput]:
         """Appends the accepted draws to their requests, ends those with a stop string, and builds the outputs."""
         now = time.monotonic()
+        self._collect_prompts(plan, result)
         touched: dict[str, OutputBuilder] = {}
         for draw in accepted:
             sequence = plan.sampled[draw]
             request = sequence.request
+            if request.request_id not in self._outputs:  # has ended with an error
+                continue
             builder = touched[request.request_id] = self._outputs[request.request_id]
             self._generated_tokens += 1
-            if builder.metrics.first_token_time is None:
-                builder.metrics.first_token_time = now
-                self._prompt_tokens += len(request.prompt_token_ids)
-                self._cached_tokens += request.num_cached_tokens
-            builder.metrics.last_token_time = now
+            self._note_tokens(builder, now)
             stop = builder.append(sequence, result, draw)
             if stop is not None:
                 self._scheduler.finish(sequence, FinishReason.STOP, stop)
-        return self._build(touched.values(), now)
+        embedded = self._collect_embeddings(plan, result, now)
+        return self._build([*touched.values(), *self._finished_beams(plan, now), *embedded], now)
+
+    def _note_tokens(self, builder: OutputBuilder, now: float) -> None:
+        if builder.metrics.first_token_time is None:
+            builder.metrics.first_token_time = now
+            self._prompt_tokens += len(builder.request.prompt_token_ids)
+            self._cached_tokens += builder.request.num_cached_tokens
+        builder.metrics.last_token_time = now
+
+    def _finished_beams(self, plan: StepPlan, now: float) -> list[OutputBuilder]:
+        """Of the beam searches in `plan`, those that are over: before that nothing is known of their outputs."""
+        if plan.sample.num_logprobs < 0:
+            return []
+        searches = dict.fromkeys(s.request for s in plan.sampled if s.request.beams is not None)
+        over = []
+        for request in searches:
+            builder = self._outputs.get(request.request_id)
+            if builder is None:  # has ended with an error
+                continue
+            self._note_tokens(builder, now)
+            if request.is_finished:
+                self._generated_tokens += sum(len(s.output_token_ids) for s in request.sequences)
+                over.append(builder)
+        return over
+
+    def _collect_embeddings(self, plan: StepPlan, result: StepResult, now: float) -> list[OutputBuilder]:
+        """Adds the sums of hidden states to their requests; returns the builders of those that are complete."""
+        complete: list[OutputBuilder] = []
+        for i, span in enumerate(plan.pool_spans):
+            assert result.pooled is not None, "the plan asks for hidden states, the result has none"
+            builder = self._outputs.get(span.request.request_id)
+            if builder is None:  # has ended with an error
+                continue
+            assert isinstance(builder, EmbeddingBuilder)
+            builder.add(span, result.pooled[i])
+            if span.is_last:
+                self._note_tokens(builder, now)
+                complete.append(builder)
+        return complete
+
+    def _collect_prompts(self, plan: StepPlan, result: StepResult) -> None:
+        start = 0
+        for span in plan.prompt_spans:
+            assert result.prompt is not None, "the plan asks for log-probabilities of prompts, the result has none"
+            builder = self._outputs.get(span.request.request_id)
+            if builder is not None:
+                builder.append_prompt(span.target_ids.tolist(), result.prompt, start)
+            start += len(span.target_ids)
 
     def _end_without_token(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Ends the requests whose logits are NaN: the model overflowed, or its weights are broken."""
+        """Ends the requests whose logits are NaN, as the model overflowed or its weights are broken, or all -inf."""
+        requests = [plan.sampled[draw].request for draw in np.flatnonzero(result.token_ids < 0).tolist()]
+        message = "the model's logits are NaN: it overflowed, or its weights are broken; try dtype float32"
+        if (result.token_ids == NONE_ALLOWED).any():
+            message = "no token may be drawn: its own logits or what the request allows leave none"
+        return self._end_with_error(requests, message)
+
+    def _end_without_grammar(self, plan: StepPlan, accepted: list[int]) -> list[RequestOutput]:
+        """Ends the requests whose grammars could not be followed further, as they are too complex at this point."""
+        if plan.adjustments is None or not plan.adjustments.masks:
+            return []
+        failed = [
+            (sequence.request, matcher.error)
+            for draw in accepted
+            if (matcher := (sequence := plan.sampled[draw]).matcher) is not None and matcher.error is not None
+        ]
+        if not failed:
+            return []
+        return self._end_with_error([request for request, _ in failed], f"Grammar error: {failed[0][1]}")
+
+    def _end_without_embedding(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Ends the requests whose hidden states are not finite."""
+        if result.pooled is None:
+            return []
+        bad = np.flatnonzero(~np.isfinite(result.pooled).all(axis=1)).tolist()
+        requests = [plan.pool_spans[i].request for i in bad]
+        message = "the model's hidden states are NaN: it overflowed, or its weights are broken; try dtype float32"
+        return self._end_with_error(requests, message)
+
+    def _end_with_error(self, requests: Iterable[Request], message: str) -> list[RequestOutput]:
         builders: dict[str, OutputBuilder] = {}
-        for draw in np.flatnonzero(result.token_ids == NO_TOKEN).tolist():
-            request = plan.sampled[draw].request
+        for request in requests:
             builders[request.request_id] = self._outputs[request.request_id]
             for sequence in request.sequences:
                 self._scheduler.finish(sequence, FinishReason.ERROR)
         if builders:
-            logger.error("the model's logits are NaN for %d requests; they end with an error", len(builders))
-        message = "the model's logits are NaN: it overflowed, or its weights are broken; try dtype float32"
+            logger.error("%d requests end with an error: %s", len(builders), message)
         return self._build(builders.values(), time.monotonic(), error=message)
 
     def _build(self, builders: Iterable[OutputBuilder], now: float, error: str | None = None) -> list[RequestOutput]:
@@ -315,8 +479,7 @@ class Engine:
 
     def _restore_pool(self) -> None:
         """After a step that failed or was interrupted: if it took the pool, whoever had KV in it computes it again."""
-        if self._runner.cache.is_lost:
-            self._runner.cache.allocate()
+        if self._runner.restore_pools():
             self._scheduler.drop_kv()
         self._pool_may_be_lost = False
 
@@ -330,7 +493,7 @@ class Engine:
             )
         return asked or trained
 
-    def _drawable_vocab(self) -> int:
+    def _count_drawable(self) -> int:
         """Embeddings are often padded beyond the tokenizer's last id; such an id must never be drawn."""
         vocab_size = self.model_config.vocab_size
         if self.tokenizer is None:

@@ -7,18 +7,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
+from jaxpaged.core.grammar import Grammar
 from jaxpaged.errors import EngineDeadError
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import SamplingParams
 
 
 @dataclass(frozen=True)
 class EngineRequest:
-    """One prompt to generate from; `prompt` is text or token ids."""
+    """One prompt to generate from, or to make an embedding of; `prompt` is text or token ids."""
 
     request_id: str
     prompt: str | list[int]
-    params: SamplingParams
+    params: SamplingParams | PoolingParams
     priority: int = 0
     cache_salt: str | None = None
 
@@ -30,6 +32,7 @@ class OpenRequest:
     request: EngineRequest
     token_ids: list[int]
     arrival_time: float
+    grammar: Grammar | None = None
 
 
 class RequestStream:

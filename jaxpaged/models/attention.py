@@ -8,17 +8,22 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxpaged_kernels import apply_rope
+
+# cos and sin of each token's angles, float32 [T, D / 2] each.
+Rope = tuple[jax.Array, jax.Array]
+
 
 class AttentionFn(Protocol):
     """Causal attention of one layer over whatever context the caller keeps, e.g. a paged KV cache.
 
-    `q` [T, H, D], `k` and `v` [T, KVH, D] are this call's tokens, RoPE already applied to q and k; the result is
-    [T, H, D] in q's dtype. A query at position p sees keys at positions p - window + 1 .. p (0 .. p without window).
-    The callback owns the caches: it writes k and v before it reads them back.
+    `q` [T, H, D], `k` and `v` [T, KVH, D] are this call's tokens; the result is [T, H, D] in q's dtype. A query at
+    position p sees keys at positions p - window + 1 .. p (0 .. p without window). The callback applies `rope` to q and
+    k, which on a GPU is part of writing k and v to the cache, and it writes them before it reads them back.
     """
 
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
     ) -> jax.Array: ...
 
 
@@ -33,8 +38,10 @@ class DenseAttention:
         self.length = length
 
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
     ) -> jax.Array:
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             return _attend_sequence(q, k, v, scale=scale, window=window)
 

@@ -16,7 +16,7 @@ from jaxpaged.config import ModelConfig
 from jaxpaged.models.attention import AttentionFn, DenseAttention
 from jaxpaged.models.hf_config import HFConfig
 from jaxpaged.models.layers import MLP, Embedding, Initializer, Linear, RMSNorm, matmul_transposed
-from jaxpaged.models.rope import apply_rope, rope_tables
+from jaxpaged.models.rope import rope_tables
 
 
 class Attention(nnx.Module):
@@ -33,12 +33,12 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, init=init) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, init=init) if config.qk_norm else None
 
-    def qkv(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normalized activations [T, E] -> q [T, H, D], k and v [T, KVH, D]; q and k rotated, for Qwen3 also normed."""
+    def qkv(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Normalized activations [T, E] -> q [T, H, D], k and v [T, KVH, D]; for Qwen3 q and k normed, too."""
         q, k, v = (p(x).reshape(x.shape[0], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
+        return q, k, v
 
     def output(self, attended: jax.Array) -> jax.Array:
         """[T, H, D] -> [T, E]."""
@@ -59,9 +59,9 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, init=init)
 
     @jax.jit
-    def before_attention(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def before_attention(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Residual stream [T, E] -> q [T, H, D], k and v [T, KVH, D]."""
-        return self.self_attn.qkv(self.input_layernorm(x), cos, sin)
+        return self.self_attn.qkv(self.input_layernorm(x))
 
     @jax.jit
     def after_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
@@ -106,10 +106,10 @@ class DecoderForCausalLM(nnx.Module):
         """
         config = self.config
         x = self.model.embed_tokens(token_ids)
-        cos, sin = rope_tables(config.rope, config.head_dim, positions)
+        rope = rope_tables(config.rope, config.head_dim, positions)
         for i, layer in enumerate(self.model.layers):
-            q, k, v = layer.before_attention(x, cos, sin)
-            attended = attention(i, q, k, v, scale=config.head_dim**-0.5, window=config.window(i))
+            q, k, v = layer.before_attention(x)
+            attended = attention(i, q, k, v, rope, scale=config.head_dim**-0.5, window=config.window(i))
             x = layer.after_attention(x, attended)
         return self.model.norm(x)
 

@@ -1,4 +1,4 @@
-"""Rotary position embedding: its frequencies, its tables, and the rotation (Hugging Face's half-split layout)."""
+"""Rotary position embedding: its frequencies and its tables. The rotation is `jaxpaged_kernels.apply_rope`."""
 
 from __future__ import annotations
 
@@ -18,14 +18,6 @@ def rope_tables(rope: RopeConfig, head_dim: int, positions: jax.Array) -> tuple[
     angles = positions.astype(jnp.float32)[:, None] * frequencies
     magnitude = _attention_factor(rope)
     return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
-
-
-def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotate `x` [T, heads, D] by the tables [T, D / 2]; computed in float32, returned in x's dtype."""
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    cos, sin = cos[:, None, :], sin[:, None, :]
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> NDArray[np.float64]:

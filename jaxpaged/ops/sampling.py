@@ -9,6 +9,7 @@ Every reduction stays inside its row, so that a draw depends on the row alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxpaged.ops.filters import apply_filters, sum_rows
 
 COLUMNS = 512
 MIN_COLUMNS = 64
+# Drawn where no token has a probability above 0.
+NOTHING = -1
 
 
 def sample(
@@ -30,6 +33,8 @@ def sample(
     position: jax.Array,
     *,
     vocab_size: int | None = None,
+    adjust: Callable[[], jax.Array] | None = None,
+    adjusts: jax.Array | bool = False,
 ) -> jax.Array:
     """Draws one token a row: temperature, then min_p, then top_k, then top_p, then the draw.
 
@@ -49,52 +54,83 @@ def sample(
         seed: [N, 2] uint32, low and high half of a 64-bit seed.
         position: [N] int32; the key of the draw is fold_in(key(seed), position).
         vocab_size: ids from here on are padding and are never drawn; None = V.
+        adjust: gives other logits [N, V] to draw from.
+        adjusts: [] bool, whether to draw from those.
 
     Returns:
-        [N] int32 token ids.
+        [N] int32 token ids, NOTHING where all logits are -inf.
     """
     vocab_size = vocab_size or logits.shape[1]
-    table = _table(logits, vocab_size)
-    top = jnp.max(table, axis=(1, 2))
-    greedy = _first_at(table, top)
 
-    def draw() -> jax.Array:
+    def draw(table: jax.Array, top: jax.Array, most_probable: jax.Array) -> jax.Array:
         weights = _weights(table, top, temperature)
         drawn = temperature > 0  # the filters of other rows are not worth their time
         kept = apply_filters(
             table, weights, jnp.where(drawn, top_k, 0), jnp.where(drawn, top_p, 1), jnp.where(drawn, min_p, 0)
         )
-        return _draw(kept, _uniforms(seed, position))
+        return jnp.where(drawn & (top > -jnp.inf), _draw(kept, _uniforms(seed, position)), most_probable)
 
-    token = lax.cond(jnp.any(temperature > 0), draw, lambda: greedy)
+    plain = _most_probable(logits, vocab_size)
+    # A draw from other logits is a way of its own: one for both would copy those that nobody adjusts.
+    ways = [lambda: plain[2], lambda: draw(*plain)]
+    way = jnp.any(temperature > 0).astype(jnp.int32)
+    if adjust is not None:
+        ways.append(lambda: draw(*_most_probable(adjust(), vocab_size)))
+        way = jnp.where(adjusts, 2, way)
+    token = lax.switch(way, ways)
     # Logits that are all NaN match nothing; whatever is returned must be an id.
-    return jnp.minimum(jnp.where(temperature > 0, token, greedy), vocab_size - 1)
+    return jnp.minimum(token, vocab_size - 1)
 
 
 def gather_logprobs(
-    logits: jax.Array, token_ids: jax.Array, num_top: int, *, vocab_size: int | None = None
+    logits: jax.Array,
+    token_ids: jax.Array,
+    num_top: int,
+    *,
+    vocab_size: int | None = None,
+    num_drawable: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Log-probabilities under the raw logits, before temperature and filters.
 
     Args:
         logits: [N, V] float32.
-        token_ids: [N] int32.
+        token_ids: [N] or [N, M] int32; of the M columns the last ones, where all ids are negative, cost nothing and
+            give anything.
         num_top: K, static, at most V.
         vocab_size: ids from here on are padding of probability 0; None = V.
+        num_drawable: ids from here on are never drawn, and neither ranked nor among the most probable ones; None =
+            vocab_size.
 
     Returns:
-        logprobs [N] float32 of `token_ids`; ranks [N] int32, 1 + the number of tokens with a larger logit;
+        logprobs float32 of `token_ids`, in their shape; ranks int32, 1 + the number of tokens with a larger logit;
         the K most probable tokens [N, K] int32, best first and lower ids first of equals; and their
         log-probabilities [N, K] float32.
     """
     table = _table(logits, vocab_size or logits.shape[1])
     top = jnp.max(table, axis=(1, 2))
-    log_total = top + jnp.log(sum_rows(jnp.exp(table - top[:, None, None])))
-    chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=1)
-    ranks = 1 + jnp.sum(table > chosen[:, None], axis=(1, 2), dtype=jnp.int32)
-    top_logits, top_ids = lax.top_k(table.reshape(table.shape[0], -1), num_top)
-    log_total = log_total[:, None]
-    return (chosen - log_total)[:, 0], ranks, top_ids, top_logits - log_total
+    log_total = (top + jnp.log(sum_rows(jnp.exp(table - top[:, None, None]))))[:, None]
+    ids = token_ids.reshape(len(logits), -1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(ids, 0), axis=1)
+    drawable = table if num_drawable is None else _table(logits, num_drawable)
+    ranks = _ranks(drawable, chosen, ids >= 0)
+    top_logits, top_ids = lax.top_k(drawable.reshape(len(logits), -1), num_top)
+    logprobs = chosen - log_total
+    return logprobs.reshape(token_ids.shape), ranks.reshape(token_ids.shape), top_ids, top_logits - log_total
+
+
+def _ranks(table: jax.Array, chosen: jax.Array, is_used: jax.Array) -> jax.Array:
+    """[N, M] int32, 1 + the number of entries of a row of `table` larger than each of `chosen` [N, M]; 1 where a whole
+    column is not used, nor any after it.
+    """
+
+    def rank(i: jax.Array, ranks: jax.Array) -> jax.Array:
+        larger = table > lax.dynamic_slice_in_dim(chosen, i, 1, axis=1)[:, None]
+        count = jnp.sum(larger, axis=(1, 2), dtype=jnp.int32)[:, None]
+        return lax.dynamic_update_slice_in_dim(ranks, 1 + count, i, axis=1)
+
+    num_columns = chosen.shape[1]
+    num_used = jnp.max(jnp.where(is_used, 1 + jnp.arange(num_columns, dtype=jnp.int32), 0))
+    return lax.fori_loop(0, 1 if num_columns == 1 else num_used, rank, jnp.ones(chosen.shape, jnp.int32))
 
 
 def _table(logits: jax.Array, vocab_size: int) -> jax.Array:
@@ -107,6 +143,13 @@ def _table(logits: jax.Array, vocab_size: int) -> jax.Array:
     if vocab_size < width:
         logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_size, logits, -jnp.inf)
     return logits.reshape(num_rows, -1, columns)
+
+
+def _most_probable(logits: jax.Array, vocab_size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits as a table, the largest of each row [N], and the lowest id [N] that has it, NOTHING for -inf."""
+    table = _table(logits, vocab_size)
+    top = jnp.max(table, axis=(1, 2))
+    return table, top, jnp.where(top == -jnp.inf, NOTHING, _first_at(table, top))
 
 
 def _first_at(table: jax.Array, value: jax.Array) -> jax.Array:

@@ -1,8 +1,9 @@
 """The KV pool on the device and the host pool that preempted sequences are swapped to.
 
-One (K, V) pair of arrays a layer:
+Two arrays a layer, K and V, or four where they are quantized, then also the scales of both:
 
     k[block, offset, kv_head, :]     slot = block * block_size + offset
+    k_scales[block, offset, kv_head]
     block 0 is the null block: padding in block tables points at it, nothing is ever written to it
 """
 
@@ -17,11 +18,16 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxpaged.capacity import kv_bytes_per_token
-from jaxpaged.config import ModelConfig, format_size
+from jaxpaged.config import KVCacheDType, ModelConfig, format_size
 from jaxpaged.core.plan import IntArray
 from jaxpaged.errors import ConfigError
 from jaxpaged.runner.step import Pools
 from jaxpaged_kernels import copy_blocks, gather_blocks, pool_dtype, scatter_blocks
+from jaxpaged_kernels.cache import is_quantized, value_dtype
+from jaxpaged_kernels.checks import MAX_ONE_BYTE_POOL, check_target
+from jaxpaged_kernels.target import current_target
+
+_QUANTIZED: dict[KVCacheDType, DTypeLike] = {"fp8": jnp.float8_e4m3fn, "int8": jnp.int8}
 
 # Blocks that one call of the swap programs moves: few enough to keep the staging copy small, many enough to amortise
 # the call.
@@ -30,10 +36,11 @@ SWAP_CHUNK = 32
 
 @dataclass(frozen=True)
 class PoolShape:
-    """Shape and dtype of a pool: `num_layers` pairs of [num_blocks, block_size, num_kv_heads, head_dim].
+    """Shape and dtype of a pool: for each layer K and V, both [num_blocks, block_size, num_kv_heads, head_dim]; scales
+    are float32 [num_blocks, block_size, num_kv_heads].
 
     Attributes:
-        dtype: that the arrays have; on a CPU bfloat16 values are kept as their bits.
+        dtype: that the arrays of K and V have; on a CPU bfloat16 and fp8 values are kept as their bits.
     """
 
     num_layers: int
@@ -44,33 +51,69 @@ class PoolShape:
     dtype: jnp.dtype
 
     @classmethod
-    def of(cls, model: ModelConfig, num_blocks: int, block_size: int, dtype: DTypeLike) -> PoolShape:
-        return cls(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, pool_dtype(dtype))
+    def of(
+        cls,
+        model: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: DTypeLike,
+        kv_cache_dtype: KVCacheDType = "auto",
+    ) -> PoolShape:
+        """The pool of `model`, whose keys and values come as `dtype`.
+
+        Raises:
+            ConfigError: the device cannot compute with `kv_cache_dtype`.
+        """
+        stored = pool_dtype(_QUANTIZED.get(kv_cache_dtype, dtype))
+        try:
+            check_target(stored, current_target())
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype is {kv_cache_dtype!r}, but {error}") from error
+        return cls(model.num_layers, num_blocks, block_size, model.num_kv_heads, model.head_dim, stored)
 
     @property
     def array(self) -> tuple[int, int, int, int]:
-        """Shape of one array of the pool."""
+        """Shape of one array of K or V."""
         return self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim
 
     @property
+    def values(self) -> jnp.dtype:
+        """Dtype of the values that K and V hold."""
+        return value_dtype(self.dtype)
+
+    @property
+    def layer(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays of one layer."""
+        values = jax.ShapeDtypeStruct(self.array, self.dtype)
+        scales = jax.ShapeDtypeStruct(self.array[:3], jnp.float32)
+        return (values, values, scales, scales) if is_quantized(self.dtype) else (values, values)
+
+    @property
+    def max_blocks(self) -> int | None:
+        """Most blocks that the kernels can address, None = no limit. Does not depend on `num_blocks`."""
+        if not is_quantized(self.dtype):
+            return None
+        return MAX_ONE_BYTE_POOL // (self.block_size * self.num_kv_heads * self.head_dim)
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes of one block over all layers, K and V."""
+        """Bytes of one block over all layers: K and V, and their scales."""
         return self.block_size * kv_bytes_per_token(
             layers=self.num_layers,
             kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             dtype_bytes=self.dtype.itemsize,
+            scale_bytes=4 if is_quantized(self.dtype) else 0,
         )
 
     @property
     def bytes_per_layer(self) -> int:
-        """Bytes of one layer's K and V."""
+        """Bytes of one layer."""
         return self.bytes_per_block * self.num_blocks // self.num_layers
 
-    def abstract(self) -> list[tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
+    def abstract(self) -> list[tuple[jax.ShapeDtypeStruct, ...]]:
         """The pool as shapes, for lowering."""
-        leaf = jax.ShapeDtypeStruct(self.array, self.dtype)
-        return [(leaf, leaf) for _ in range(self.num_layers)]
+        return [self.layer] * self.num_layers
 
 
 class KVCache:
@@ -95,10 +138,10 @@ class KVCache:
         self._copy = jax.jit(_copy, donate_argnums=0)
         self._gather = jax.jit(_gather)
         self._scatter = jax.jit(_scatter, donate_argnums=0)
-        # K and V of each layer. np.zeros takes memory only where it is touched.
-        host_shape = (num_host_blocks, *shape.array[1:])
+        # In the order of the device pool's leaves. np.zeros takes memory only where it is touched.
+        leaves = jax.tree.leaves(shape.abstract())
         try:
-            self._host = [np.zeros(host_shape, shape.dtype) for _ in range(2 * shape.num_layers)]
+            self._host = [np.zeros((num_host_blocks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         except (MemoryError, ValueError) as error:  # ValueError: more than numpy can address
             num_bytes = format_size(num_host_blocks * shape.bytes_per_block)
             raise ConfigError(f"this machine has no {num_bytes} for the host pool; lower swap_space") from error
@@ -107,8 +150,8 @@ class KVCache:
     def allocate(self) -> None:
         """A fresh, zeroed device pool in place of the one there is."""
         self.pools = []
-        zeros = partial(jnp.zeros, self.shape.array, self.shape.dtype, device=self._device)
-        self.pools = [(zeros(), zeros()) for _ in range(self.shape.num_layers)]
+        zeros = partial(jnp.zeros, device=self._device)
+        self.pools = jax.tree.map(lambda array: zeros(array.shape, array.dtype), self.shape.abstract())
 
     @property
     def is_lost(self) -> bool:
@@ -162,12 +205,10 @@ def _padded(pairs: IntArray, size: int, fill: tuple[int, int]) -> tuple[IntArray
     return padded[:, 0].copy(), padded[:, 1].copy()
 
 
-def _pairs(arrays: list[jax.Array]) -> Pools:
-    return list(zip(arrays[::2], arrays[1::2], strict=True))
-
-
 def _copy(pools: Pools, src: jax.Array, dst: jax.Array) -> Pools:
-    return _pairs(copy_blocks(jax.tree.leaves(pools), src, dst))
+    leaves, treedef = jax.tree.flatten(pools)
+    copied: Pools = jax.tree.unflatten(treedef, copy_blocks(leaves, src, dst))
+    return copied
 
 
 def _gather(pools: Pools, ids: jax.Array) -> list[jax.Array]:
@@ -175,4 +216,6 @@ def _gather(pools: Pools, ids: jax.Array) -> list[jax.Array]:
 
 
 def _scatter(pools: Pools, blocks: list[jax.Array], ids: jax.Array) -> Pools:
-    return _pairs(scatter_blocks(jax.tree.leaves(pools), blocks, ids))
+    leaves, treedef = jax.tree.flatten(pools)
+    written: Pools = jax.tree.unflatten(treedef, scatter_blocks(leaves, blocks, ids))
+    return written

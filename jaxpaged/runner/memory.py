@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 
 import jax
 
 from jaxpaged.config import GIB, EngineConfig, format_size
 from jaxpaged.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_POOL = 1 * GIB
 # Slots are int32, and the number behind the last one marks padding.
@@ -19,6 +22,7 @@ def pool_blocks(
     device: jax.Device,
     *,
     bytes_per_block: int,
+    max_blocks: int | None,
     max_model_len: int,
     weights_bytes: int,
     temporaries_bytes: int,
@@ -28,12 +32,13 @@ def pool_blocks(
     In order: `num_blocks`, `kv_cache_memory`, else what a GPU has left under `gpu_memory_utilization`, else 1 GiB.
 
     Args:
+        max_blocks: most that the kernels can address, None = no limit. A pool sized by what there is stops there.
         weights_bytes: what the weights take on the device; they are there already.
         temporaries_bytes: measured peak of a step's temporaries.
 
     Raises:
-        ConfigError: a request of `max_model_len` tokens would not fit, the pool has more slots than can be numbered, or
-            the device does not say how much memory it has; names the numbers and the remedies.
+        ConfigError: a request of `max_model_len` tokens would not fit, the pool was asked to be larger than can be
+            addressed, or the device does not say how much memory it has; names the numbers and the remedies.
     """
     if config.num_blocks is not None:
         available, remedy = config.num_blocks * bytes_per_block, "raise num_blocks"
@@ -53,6 +58,16 @@ def pool_blocks(
             f"memory, but the pool has {format_size(max(available, 0))}, enough for {longest} tokens; {remedy}, "
             "or lower max_model_len"
         )
+    if max_blocks is not None and num_blocks > max_blocks:
+        most = format_size(max_blocks * bytes_per_block)
+        limit = (
+            f"{num_blocks} blocks are more than the {max_blocks} ({most}) with which the arrays of a "
+            f"{config.kv_cache_dtype} pool reach 2 GiB each, as far as 32-bit offsets go"
+        )
+        if config.num_blocks is not None or config.kv_cache_memory is not None:
+            raise ConfigError(f"{limit}; lower num_blocks or kv_cache_memory, or set kv_cache_dtype='auto'")
+        logger.warning("%s; the pool gets %d", limit, max_blocks)
+        num_blocks = max_blocks
     if num_blocks * config.block_size > MAX_SLOTS:
         raise ConfigError(
             f"{num_blocks} blocks of {config.block_size} tokens are more than the {MAX_SLOTS} tokens that a pool can "

@@ -23,8 +23,41 @@ from jaxpaged.runner.buckets import Program
 Field = tuple[tuple[int, ...], npt.DTypeLike]
 
 
+class Blob:
+    """Named fields in one int32 array; a subclass says which."""
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """Name -> (shape, dtype), in the order of the blob."""
+        raise NotImplementedError
+
+    @property
+    def size(self) -> int:
+        """int32 elements of the blob."""
+        return sum(prod(shape) for shape, _ in self.fields.values())
+
+    def views(self, blob: IntArray) -> dict[str, npt.NDArray]:
+        """Each field of `blob` as a writable array of its own shape and dtype."""
+        views, start = {}, 0
+        for name, (shape, dtype) in self.fields.items():
+            stop = start + prod(shape)
+            views[name] = blob[start:stop].view(dtype).reshape(shape)
+            start = stop
+        return views
+
+    def unpack(self, blob: jax.Array) -> dict[str, jax.Array]:
+        """Each field of `blob` [size] int32, inside a traced function."""
+        fields, start = {}, 0
+        for name, (shape, dtype) in self.fields.items():
+            stop = start + prod(shape)
+            part = blob[start:stop].reshape(shape)
+            fields[name] = part if dtype is np.int32 else jax.lax.bitcast_convert_type(part, jnp.dtype(dtype))
+            start = stop
+        return fields
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(Blob):
     """Where each field of a program's blob lies.
 
     Attributes:
@@ -61,33 +94,9 @@ class Layout:
         }
 
     @property
-    def size(self) -> int:
-        """int32 elements of the blob."""
-        return sum(prod(shape) for shape, _ in self.fields.values())
-
-    @property
     def num_slots(self) -> int:
         """Slots of the pool; the first slot number that is out of bounds."""
         return self.num_blocks * self.block_size
-
-    def views(self, blob: IntArray) -> dict[str, npt.NDArray]:
-        """Each field of `blob` as a writable array of its own shape and dtype."""
-        views, start = {}, 0
-        for name, (shape, dtype) in self.fields.items():
-            stop = start + prod(shape)
-            views[name] = blob[start:stop].view(dtype).reshape(shape)
-            start = stop
-        return views
-
-    def unpack(self, blob: jax.Array) -> dict[str, jax.Array]:
-        """Each field of `blob` [size] int32, inside a traced function."""
-        fields, start = {}, 0
-        for name, (shape, dtype) in self.fields.items():
-            stop = start + prod(shape)
-            part = blob[start:stop].reshape(shape)
-            fields[name] = part if dtype is np.int32 else jax.lax.bitcast_convert_type(part, jnp.dtype(dtype))
-            start = stop
-        return fields
 
     def empty(self) -> IntArray:
         """The blob of a step that does nothing. [size] int32."""

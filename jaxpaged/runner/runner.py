@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,16 +15,20 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged.config import EngineConfig, SchedulerConfig, format_size
-from jaxpaged.core.plan import StepPlan, StepResult
+from jaxpaged.core.plan import PositionLogprobs, StepPlan, StepResult
 from jaxpaged.errors import ConfigError
 from jaxpaged.progress import as_they_finish
 from jaxpaged.runner.buckets import Buckets, Program
 from jaxpaged.runner.compile_guard import CompileGuard
 from jaxpaged.runner.host_memory import release_free_memory
-from jaxpaged.runner.kv_cache import KVCache, PoolShape
+from jaxpaged.runner.kv_cache import KVCache
+from jaxpaged.runner.lowering import StepLowering, temporary_bytes
 from jaxpaged.runner.memory import pool_blocks
-from jaxpaged.runner.pack import Layout, pack
-from jaxpaged.runner.step import StepFunction, StepOutputs
+from jaxpaged.runner.optional import OptionalInputs
+from jaxpaged.runner.pack import pack
+from jaxpaged.runner.pooling import sum_spans
+from jaxpaged.runner.step import StepOutputs
+from jaxpaged.runner.token_pool import TokenPool
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +41,7 @@ class Runner:
 
     Attributes:
         cache: device and host pools.
+        tokens: the token ids of their slots.
         num_blocks: blocks of the device pool, the null block included.
         num_host_blocks: blocks of the host pool.
         guard: counts compilations since warm-up.
@@ -52,28 +58,24 @@ class Runner:
             ConfigError: the pool would not hold one request of `scheduler.max_model_len`.
         """
         self.guard = CompileGuard()
-        self._model_config = model.config
-        self._graphdef, state = nnx.split(model)
         self._leaves: list[jax.Array]
-        self._treedef: Any
-        self._leaves, self._treedef = jax.tree.flatten(state)
+        self._lowering, self._leaves = StepLowering.of(model, config, scheduler, vocab_size=vocab_size)
         self._config = config
-        self._max_blocks = -(-scheduler.max_model_len // config.block_size)
-        self._vocab_size = vocab_size
         self._device = next(iter(self._leaves[0].devices()))
         self._programs: dict[Program, jax.stages.Compiled] = {}
-        self.buckets = Buckets(scheduler.max_num_seqs, scheduler.max_num_batched_tokens)
+        self._optional = OptionalInputs(self.buckets.programs, model.config.vocab_size, self._device)
 
-        shape = PoolShape.of(model.config, 1, config.block_size, self.dtype)
+        shape = self._lowering.pool_shape(1)
         self.num_blocks = pool_blocks(
             config,
             self._device,
             bytes_per_block=shape.bytes_per_block,
+            max_blocks=shape.max_blocks,
             max_model_len=scheduler.max_model_len,
             weights_bytes=self.weights_bytes,
             temporaries_bytes=self._measure_temporaries(),
         )
-        self._layouts = {p: self._layout(p, self.num_blocks) for p in self.buckets.programs}
+        self._layouts = {p: self._lowering.layout(p, self.num_blocks) for p in self.buckets.programs}
         self.num_host_blocks = config.swap_space // shape.bytes_per_block
         if config.swap_space and not self.num_host_blocks:
             raise ConfigError(
@@ -83,7 +85,14 @@ class Runner:
         if config.warmup:
             self._compile_all()
         self.cache = KVCache(
-            self._pool_shape(self.num_blocks),
+            self._lowering.pool_shape(self.num_blocks),
+            self._device,
+            num_host_blocks=self.num_host_blocks,
+            max_copies=scheduler.max_num_seqs,
+        )
+        self.tokens = TokenPool(
+            self.num_blocks,
+            config.block_size,
             self._device,
             num_host_blocks=self.num_host_blocks,
             max_copies=scheduler.max_num_seqs,
@@ -95,10 +104,11 @@ class Runner:
     @property
     def dtype(self) -> jnp.dtype:
         """Of activations and pool: the dtype that most of the weights' bytes have."""
-        sizes: dict[jnp.dtype, int] = {}
-        for leaf in self._leaves:
-            sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.nbytes
-        return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
+        return self._lowering.dtype
+
+    @property
+    def buckets(self) -> Buckets:
+        return self._lowering.buckets
 
     @property
     def weights_bytes(self) -> int:
@@ -112,10 +122,19 @@ class Runner:
         """
         program = self.buckets.pick(plan)
         blob = pack(plan, self._layouts[program])
-        self.cache.swap_out(plan.swap_out)
-        self.cache.swap_in(plan.swap_in)
-        self.cache.copy(plan.copies)
-        return self._result(self._call(program, blob), plan)
+        for pool in (self.cache, self.tokens):
+            pool.swap_out(plan.swap_out)
+            pool.swap_in(plan.swap_in)
+            pool.copy(plan.copies)
+        return self._result(self._call(program, blob, plan), plan)
+
+    def restore_pools(self) -> bool:
+        """After a step that failed or was interrupted: fresh pools, if it took them with it; whether it did."""
+        if not self.cache.is_lost and not self.tokens.is_lost:
+            return False
+        self.cache.allocate()
+        self.tokens.allocate()
+        return True
 
     def update_weights(self, state: Any) -> None:
         """Replaces the weights by `state` (an nnx state or module) of the same structure, shapes and dtypes.
@@ -126,7 +145,7 @@ class Runner:
         if isinstance(state, nnx.Module):
             state = nnx.state(state)
         leaves, treedef = jax.tree.flatten(state)
-        if treedef != self._treedef:
+        if treedef != self._lowering.treedef:
             raise ConfigError("the new weights have another structure than the model that is being served")
         for (path, new), old in zip(jax.tree.leaves_with_path(state), self._leaves, strict=True):
             if (new.shape, new.dtype) != (old.shape, old.dtype):
@@ -138,42 +157,48 @@ class Runner:
 
     def temporaries(self) -> dict[str, int]:
         """Bytes of temporaries of every program compiled so far."""
-        return {str(p): _temporary_bytes(compiled) for p, compiled in self._programs.items()}
+        return {str(p): temporary_bytes(compiled) for p, compiled in self._programs.items()}
 
-    def _call(self, program: Program, blob: np.ndarray) -> StepOutputs:
+    def _call(self, program: Program, blob: np.ndarray, plan: StepPlan | None) -> StepOutputs:
         if program not in self._programs:
-            self._programs[program] = self._lower(self._layouts[program]).compile()
-        device_blob = jax.device_put(blob, self._device)
-        self.cache.pools, outputs = self._programs[program](self._leaves, self.cache.pools, device_blob)
+            self._programs[program] = self._lower(program).compile()
+        inputs = jax.device_put(blob, self._device), self._optional.of(program, plan)
+        self.cache.pools, self.tokens.tokens, outputs = self._programs[program](
+            self._leaves, self.cache.pools, self.tokens.tokens, *inputs
+        )
         return outputs
 
     def _result(self, outputs: StepOutputs, plan: StepPlan) -> StepResult:
         if self._config.debug_checks and (bad := int(outputs.num_bad_ids)):
             raise IndexError(f"{bad} block ids outside the pool reached the device")
-        N = len(plan.sampled)
+        N, drawn = len(plan.sampled), outputs.drawn
+        pooled = None
+        if plan.pool_spans:
+            assert outputs.hidden is not None, "a program of decodes has no hidden states"
+            pooled = sum_spans(outputs.hidden, plan.pool_spans, self.buckets.mixed[-1].num_rows)
+        prompt = None
+        if plan.prompt_spans:
+            M = sum(len(span.target_ids) for span in plan.prompt_spans)
+            prompt = PositionLogprobs(*(x[:M] for x in jax.device_get(outputs.prompt)))
         if plan.sample.num_logprobs < 0:
-            return StepResult(np.asarray(outputs.token_ids)[:N])
-        tokens, logprobs, ranks, top_ids, top_logprobs, _ = jax.device_get(outputs)
-        return StepResult(tokens[:N], logprobs[:N], ranks[:N], top_ids[:N], top_logprobs[:N])
-
-    def _layout(self, program: Program, num_blocks: int) -> Layout:
-        return Layout(program, self._max_blocks, self._config.block_size, num_blocks)
-
-    def _pool_shape(self, num_blocks: int) -> PoolShape:
-        return PoolShape.of(self._model_config, num_blocks, self._config.block_size, self.dtype)
-
-    def _lower(self, layout: Layout) -> jax.stages.Lowered:
-        step = StepFunction(
-            self._graphdef,
-            self._treedef,
-            layout,
-            self._vocab_size,
-            self._config.max_logprobs,
-            self._config.attention,
-            self._config.debug_checks,
+            return StepResult(np.asarray(drawn.token_ids)[:N], prompt=prompt, pooled=pooled)
+        token_ids, logprobs = jax.device_get((drawn.token_ids, drawn.logprobs))
+        result = StepResult(
+            token_ids[:N],
+            logprobs.logprobs[:N],
+            logprobs.ranks[:N],
+            logprobs.top_token_ids[:N],
+            logprobs.top_logprobs[:N],
+            prompt=prompt,
+            pooled=pooled,
         )
-        blob = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        return jax.jit(step, donate_argnums=1).lower(self._leaves, self._pool_shape(layout.num_blocks).abstract(), blob)
+        if plan.adjustments is None or not plan.adjustments.logprob_token_ids:
+            return result
+        id_logprobs, id_ranks = jax.device_get((drawn.id_logprobs, drawn.id_ranks))
+        return replace(result, id_logprobs=id_logprobs[:N], id_ranks=id_ranks[:N])
+
+    def _lower(self, program: Program) -> jax.stages.Lowered:
+        return self._lowering.lower(self._layouts[program], self._leaves)
 
     def _measure_temporaries(self) -> int:
         """Bytes that the largest step takes beside weights and pool. The pool's size does not change it, so a small
@@ -181,8 +206,8 @@ class Runner:
         """
         if self._device.platform == "cpu":
             return 0
-        layout = self._layout(self.buckets.mixed[-1], self._max_blocks + 1)
-        return _temporary_bytes(self._lower(layout).compile())
+        layout = self._lowering.layout(self.buckets.mixed[-1], self._lowering.max_blocks + 1)
+        return temporary_bytes(self._lowering.lower(layout, self._leaves).compile())
 
     def _compile_all(self) -> None:
         """Traces in sequence (the GIL), compiles in threads (XLA's work), largest first."""
@@ -190,7 +215,7 @@ class Runner:
         programs = sorted(self.buckets.programs, key=lambda p: p.num_tokens, reverse=True)
         logger.info("compiling %d programs; a later start takes them from the cache", len(programs))
         with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as threads:
-            futures = {threads.submit(self._lower(self._layouts[p]).compile): p for p in programs}
+            futures = {threads.submit(self._lower(p).compile): p for p in programs}
             for future in as_they_finish(futures, "Compiling"):
                 self._programs[futures[future]] = future.result()
         release_free_memory()
@@ -199,11 +224,9 @@ class Runner:
     def _run_all(self) -> None:
         """Runs every program on an empty batch: the first call of a program is slower than the next."""
         for program in self.buckets.programs:
-            outputs = self._call(program, self._layouts[program].empty())
+            outputs = self._call(program, self._layouts[program].empty(), None)
+            if outputs.hidden is not None:
+                sum_spans(outputs.hidden, (), program.num_rows)
         jax.block_until_ready(outputs)
         self.cache.warm_up()
-
-
-def _temporary_bytes(compiled: jax.stages.Compiled) -> int:
-    analysis: Any = compiled.memory_analysis()
-    return int(analysis.temp_size_in_bytes)
+        self.tokens.warm_up()

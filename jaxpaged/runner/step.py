@@ -1,4 +1,4 @@
-"""One step as a pure function: weights, pool and blob in; pool and drawn tokens out."""
+"""One step as a pure function: weights, pools and inputs in; pools and drawn tokens out."""
 
 from __future__ import annotations
 
@@ -11,32 +11,31 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxpaged.core.plan import NO_TOKEN
-from jaxpaged.ops.sampling import gather_logprobs, sample
+from jaxpaged.models.attention import Rope
+from jaxpaged.ops.adjust import write_tokens
+from jaxpaged.runner.draw import Batch, Drawn, Logprobs, draw_tokens, prompt_logprobs
+from jaxpaged.runner.optional import optional_inputs
 from jaxpaged.runner.pack import Layout
-from jaxpaged_kernels import paged_attention, write_kv
+from jaxpaged_kernels import paged_attention, rotate_and_write_kv
 
-# (K, V) of each layer, both [num_blocks, block_size, num_kv_heads, head_dim].
-Pools = list[tuple[jax.Array, jax.Array]]
+# (K, V) of each layer, both [num_blocks, block_size, num_kv_heads, head_dim]; where they are quantized, with the scales
+# of K and of V behind them, both float32 [num_blocks, block_size, num_kv_heads].
+LayerPools = tuple[jax.Array, ...]
+Pools = list[LayerPools]
 
 
 class StepOutputs(NamedTuple):
-    """What a step draws, padded to its N = S draws. The log-probabilities hold zeros unless the plan asked for them.
+    """What comes of a step, padded to its N = S draws.
 
     Attributes:
-        token_ids: [N] int32, NO_TOKEN where the logits are NaN.
-        logprobs: [N] float32.
-        ranks: [N] int32.
-        top_token_ids: [N, K] int32.
-        top_logprobs: [N, K] float32.
+        prompt: log-probabilities of prompt tokens, those that the plan asks for first; None in programs of decodes.
+        hidden: [T, E], final-norm hidden states, for embeddings; None in programs of decodes.
         num_bad_ids: [] int32, block ids outside the pool that the device saw (debug mode; else 0).
     """
 
-    token_ids: jax.Array
-    logprobs: jax.Array
-    ranks: jax.Array
-    top_token_ids: jax.Array
-    top_logprobs: jax.Array
+    drawn: Drawn
+    prompt: Logprobs | None
+    hidden: jax.Array | None
     num_bad_ids: jax.Array
 
 
@@ -48,19 +47,22 @@ def _write_and_attend(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    k_pool: jax.Array,
-    v_pool: jax.Array,
+    rope: Rope,
+    pools: LayerPools,
     batch: dict[str, jax.Array],
     *,
     scale: float,
     window: int | None,
     decode_only: bool,
     implementation: str | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention's result and the two pools of one layer, this step's K and V written. Jitted so that it is traced and
+) -> tuple[jax.Array, LayerPools]:
+    """Attention's result and the pools of one layer, this step's K and V written. Jitted so that it is traced and
     lowered once for all layers of a program; XLA inlines it, and the pools stay where they are.
     """
-    k_pool, v_pool = write_kv(k, v, k_pool, v_pool, batch["slots"])
+    writer = implementation if implementation in (None, "triton") else "xla"
+    q, pools = rotate_and_write_kv(q, k, v, *rope, pools, batch["slots"], implementation=writer)
+    k_pool, v_pool, *scales = pools
+    k_scales, v_scales = scales or (None, None)
     out = paged_attention(
         q,
         k_pool,
@@ -72,9 +74,11 @@ def _write_and_attend(
         scale=scale,
         window=window,
         decode_only=decode_only,
+        k_scales=k_scales,
+        v_scales=v_scales,
         implementation=implementation,
     )
-    return out, k_pool, v_pool
+    return out, pools
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class StepFunction:
         graphdef: the model without its arrays, from `nnx.split`.
         treedef: how flat leaves make up the model's state.
         vocab_size: tokens that may be drawn; the logits may be wider.
-        max_logprobs: K.
+        max_logprobs: K, or -1 for the whole vocabulary.
         attention: implementation of the kernels, None = by device.
         check_ids: count out-of-range block ids on the device.
     """
@@ -104,64 +108,70 @@ class StepFunction:
         program = self.layout.program
         return f"{program.kind}_{program.num_tokens}"
 
-    def __call__(self, leaves: Sequence[jax.Array], pools: Pools, blob: jax.Array) -> tuple[Pools, StepOutputs]:
-        """Runs the model over the blob's tokens, writes their KV into `pools` (donate them) and draws.
+    def __call__(
+        self,
+        leaves: Sequence[jax.Array],
+        pools: Pools,
+        tokens: jax.Array,
+        blob: jax.Array,
+        optional: dict[str, jax.Array],
+    ) -> tuple[Pools, jax.Array, StepOutputs]:
+        """Runs the model over the blob's tokens, writes their KV and ids into `pools` and `tokens` (donate them) and
+        draws.
 
         Args:
             leaves: the model's arrays.
             pools: KV pool, one pair a layer.
+            tokens: [blocks, block_size] int32, the token pool.
             blob: [layout.size] int32, from `pack`.
+            optional: all of the program's optional inputs, zeros where a plan has nothing for one.
         """
         model = nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
         batch = self.layout.unpack(blob)
         pools = list(pools)
 
         def attend(
-            layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+            layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
         ) -> jax.Array:
-            out, k_pool, v_pool = _write_and_attend(
+            out, pools[layer] = _write_and_attend(
                 q,
                 k,
                 v,
-                *pools[layer],
+                rope,
+                pools[layer],
                 {name: batch[name] for name in _ATTENTION_FIELDS},
                 scale=scale,
                 window=window,
                 decode_only=self.layout.program.kind == "decode",
                 implementation=self.attention,
             )
-            pools[layer] = k_pool, v_pool
             return out
 
         hidden = model.hidden_states(batch["token_ids"], batch["positions"], attend)
+        tokens = write_tokens(tokens, batch["token_ids"], batch["slots"])
+        return pools, tokens, self._outputs(model, hidden, batch, tokens, optional)
+
+    def _outputs(
+        self, model: Any, hidden: jax.Array, batch: Batch, tokens: jax.Array, optional: dict[str, jax.Array]
+    ) -> StepOutputs:
+        """Tokens and log-probabilities from hidden states [T, E]."""
         logits = model.logits(hidden[batch["token_index"]])
-        return pools, self._draw(logits, batch)
-
-    def _draw(self, logits: jax.Array, batch: dict[str, jax.Array]) -> StepOutputs:
-        """Tokens and log-probabilities from `logits` [N, V] float32."""
-        token_ids = sample(
-            logits,
-            batch["temperature"],
-            batch["top_k"],
-            batch["top_p"],
-            batch["min_p"],
-            batch["seed"],
-            batch["draw_position"],
-            vocab_size=self.vocab_size,
-        )
-        N, K = len(token_ids), min(self.max_logprobs, logits.shape[1])
-        token_ids = jnp.where(jnp.isnan(jnp.max(logits, axis=1)), NO_TOKEN, token_ids)
-
-        def without_logprobs() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-            return jnp.zeros(N), jnp.zeros(N, jnp.int32), jnp.zeros((N, K), jnp.int32), jnp.zeros((N, K))
-
-        logprobs, ranks, top_ids, top_logprobs = jax.lax.cond(
-            batch["num_logprobs"][0] >= 0,
-            lambda: gather_logprobs(logits, jnp.maximum(token_ids, 0), K),
-            without_logprobs,
-        )
+        inputs = optional_inputs(self.layout.program, logits.shape[1])
+        fields = {name: layout.unpack(optional[name]) for name, layout in inputs.items()}
+        num_top = logits.shape[1] if self.max_logprobs < 0 else min(self.max_logprobs, logits.shape[1])
+        drawn = draw_tokens(logits, batch, fields, tokens, vocab_size=self.vocab_size, num_top=num_top)
+        prompt = None
+        if "prompt" in fields:
+            prompt = prompt_logprobs(
+                hidden,
+                model.logits,
+                fields["prompt"],
+                num_rows=len(logits),
+                num_top=num_top,
+            )
         num_bad_ids = jnp.int32(0)
         if self.check_ids:
             tables = batch["block_tables"]
             num_bad_ids = jnp.sum((tables < 0) | (tables >= self.layout.num_blocks), dtype=jnp.int32)
-        return StepOutputs(token_ids, logprobs, ranks, top_ids, top_logprobs, num_bad_ids)
+        is_mixed = self.layout.program.kind == "mixed"
+        return StepOutputs(drawn, prompt, hidden if is_mixed else None, num_bad_ids)

@@ -9,7 +9,9 @@ from jaxpaged.server import middleware, routes
 from jaxpaged.server.chat import chat_completions
 from jaxpaged.server.completions import completions
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.embeddings import embeddings
 from jaxpaged.server.metrics import ServerMetrics
+from jaxpaged.server.responses_api import ResponsesApi
 from jaxpaged.server.state import STATE, ServerState
 
 
@@ -22,14 +24,15 @@ def make_app(engine: AsyncEngine, config: ServerConfig) -> web.Application:
     names = config.model_names(engine.engine.model_name)
     metrics = ServerMetrics(names[0], engine.stats, engine.engine.cache_config, vllm_aliases=config.vllm_metric_aliases)
     engine.on_step = metrics.observe_step
-    app[STATE] = ServerState(engine, config, metrics)
+    app[STATE] = state = ServerState(engine, config, metrics)
     app.on_response_prepare.append(middleware.add_headers)
     app.add_routes(
         [
             web.post("/v1/chat/completions", middleware.counted(chat_completions)),
             web.post("/v1/completions", middleware.counted(completions)),
+            web.post("/v1/embeddings", middleware.counted(embeddings)),
             web.get("/v1/models", routes.list_models),
-            web.get("/v1/models/{model:.+}", routes.show_model),
+            web.get(r"/v1/models/{model:[\s\S]+}", routes.show_model),
             web.post("/tokenize", routes.tokenize),
             web.post("/detokenize", routes.detokenize),
             web.get("/health", routes.health),
@@ -41,6 +44,7 @@ def make_app(engine: AsyncEngine, config: ServerConfig) -> web.Application:
             web.get("/openapi.json", routes.openapi),
         ]
     )
+    ResponsesApi(state).add_to(app)
     if config.enable_dev_endpoints:
         app.router.add_post("/reset_prefix_cache", routes.reset_prefix_cache)
     return app

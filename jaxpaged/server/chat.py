@@ -3,65 +3,124 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 from aiohttp import web
 
 from jaxpaged.outputs import CompletionOutput, RequestOutput
+from jaxpaged.request import SamplingParams
 from jaxpaged.server.body import parse, read_json
-from jaxpaged.server.chat_template import render_body
-from jaxpaged.server.generation import ChunkMaker, Generation, json_response, start_generation, stream_events
-from jaxpaged.server.logprobs import chat_logprobs
+from jaxpaged.server.chat_template import message_text, render_body
+from jaxpaged.server.generation import (
+    ChunkMaker,
+    Generation,
+    answer_id,
+    json_response,
+    start_generation,
+    stream_events,
+)
+from jaxpaged.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.server.params import chat_params
 from jaxpaged.server.protocol import ChatCompletionRequest
 from jaxpaged.server.responses import (
     AssistantMessage,
+    CallingMessage,
     ChatChoice,
     ChatChunk,
     ChatChunkChoice,
     ChatCompletion,
     ChatLogprobs,
     Delta,
+    FunctionCall,
+    ToolCall,
 )
 from jaxpaged.server.state import STATE, ServerState
+from jaxpaged.server.tools.answer_format import AnswerFormat, answer_format, call_format
 
 
-async def chat_completions(request: web.Request) -> web.StreamResponse:
-    state = request.app[STATE]
-    body = parse(ChatCompletionRequest, await read_json(request))
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, ready to be continued.
+
+    Attributes:
+        model: name to answer with.
+        text: the prompt.
+        token_ids: of the prompt.
+        reading: how answers are to be read.
+    """
+
+    model: str
+    params: SamplingParams
+    text: str
+    token_ids: list[int]
+    reading: AnswerFormat
+
+
+async def prepare_chat(state: ServerState, body: ChatCompletionRequest) -> Chat:
+    """Checks `body` and makes its prompt.
+
+    Raises:
+        ApiError, InvalidRequestError: it cannot be served.
+    """
     model = state.resolve_model(body.model)
     engine = state.engine.engine
     params = chat_params(body, engine.generation, state.vocab_size)
+    calls = call_format(body, state.config)
     text = await render_body(
         body,
         engine.tokenizer,
         template=state.config.chat_template,
         trust_request=state.config.trust_request_chat_template,
     )
-    prompts = await state.engine.tokenize([text], add_special_tokens=body.add_special_tokens)
+    reading = answer_format(body, state.config, calls, text)
+    params = replace(params, structured_outputs=reading.form(params.structured_outputs))
+    if reading.needs_special_tokens(engine.tokenizer):
+        params = replace(params, skip_special_tokens=False)
+    [token_ids] = await state.engine.tokenize([text], add_special_tokens=body.add_special_tokens)
+    return Chat(model, params, text, token_ids, reading)
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    state = request.app[STATE]
+    body = parse(ChatCompletionRequest, await read_json(request))
+    chat = await prepare_chat(state, body)
     async with start_generation(
-        request, state, body, model=model, params=params, prompts=prompts, prefix="chatcmpl"
+        request,
+        state,
+        body,
+        model=chat.model,
+        params=chat.params,
+        prompts=[chat.token_ids],
+        id=answer_id(request, body, "chatcmpl"),
     ) as generation:
         if body.stream:
-            stream = _ChatStream(state, body, generation, num_top=params.logprobs or 0)
-            return await stream_events(request, generation, stream.chunks, stream.last)
+            return await stream_events(request, generation, _ChatStream(state, body, generation, chat))
         [output] = await generation.collect()
-        return json_response(_completion(state, body, generation, output, num_top=params.logprobs or 0))
+        return json_response(_completion(state, body, generation, output, chat))
 
 
 def _completion(
-    state: ServerState, body: ChatCompletionRequest, generation: Generation, output: RequestOutput, *, num_top: int
+    state: ServerState,
+    body: ChatCompletionRequest,
+    generation: Generation,
+    output: RequestOutput,
+    chat: Chat,
 ) -> ChatCompletion:
-    choices = [
-        ChatChoice(
-            index=o.index,
-            message=AssistantMessage(role=state.config.response_role, content=o.text),
-            logprobs=_logprobs(body, o, num_top),
-            finish_reason=o.finish_reason or "stop",
-            stop_reason=o.stop_reason,
-            token_ids=o.token_ids if body.return_token_ids else None,
+    choices = []
+    role = state.config.response_role
+    for o in output.outputs:
+        reply = chat.reading.new_reply()
+        choices.append(
+            ChatChoice(
+                index=o.index,
+                message=_message(role, reply.take(o.text, finished=True), _echoed(body, role)),
+                logprobs=_logprobs(body, o, chat.params),
+                finish_reason=reply.finish_reason(o.finish_reason or "stop"),
+                stop_reason=o.stop_reason,
+                token_ids=o.token_ids if body.return_token_ids else None,
+            )
         )
-        for o in output.outputs
-    ]
     return ChatCompletion(
         id=generation.id,
         created=generation.created,
@@ -69,12 +128,49 @@ def _completion(
         choices=choices,
         usage=generation.usage,
         system_fingerprint=state.system_fingerprint,
+        prompt_logprobs=prompt_logprobs(output.prompt_logprobs),
         prompt_token_ids=generation.prompts[0] if body.return_token_ids else None,
+        prompt_text=_prompt_text(state, generation, chat) if body.return_prompt_text else None,
     )
 
 
-def _logprobs(body: ChatCompletionRequest, output: CompletionOutput, num_top: int) -> ChatLogprobs | None:
-    return chat_logprobs(output.logprobs, num_top, as_token_ids=bool(body.return_tokens_as_token_ids))
+def _prompt_text(state: ServerState, generation: Generation, chat: Chat) -> str:
+    """Text of what was taken of the prompt."""
+    [token_ids] = generation.prompts
+    if len(token_ids) == len(chat.token_ids):
+        return chat.text
+    tokenizer: Any = state.engine.engine.tokenizer
+    text: str = tokenizer.decode(token_ids)
+    return text
+
+
+def _echoed(body: ChatCompletionRequest, role: str) -> str:
+    """What the answer begins with: the last message, if that is to be echoed and is the answering role's."""
+    last = body.messages[-1]
+    return message_text(last) if body.echo and last.role == role else ""
+
+
+def _message(role: str, whole: Delta, echoed: str) -> AssistantMessage:
+    """The message whose only delta is `whole`."""
+    if echoed:
+        whole.content = echoed + (whole.content or "")
+    if whole.tool_calls is None:
+        content = whole.content or ("" if whole.reasoning is None else None)
+        return AssistantMessage(role=role, content=content, reasoning=whole.reasoning)
+    calls = [
+        ToolCall(id=c.id or "", function=FunctionCall(name=c.function.name or "", arguments=c.function.arguments))
+        for c in whole.tool_calls
+    ]
+    return CallingMessage(role=role, content=whole.content, reasoning=whole.reasoning, tool_calls=calls)
+
+
+def _logprobs(body: ChatCompletionRequest, output: CompletionOutput, params: SamplingParams) -> ChatLogprobs | None:
+    return chat_logprobs(
+        output.logprobs,
+        params.logprobs or 0,
+        asked_ids=tuple(params.logprob_token_ids),
+        as_token_ids=bool(body.return_tokens_as_token_ids),
+    )
 
 
 class _ChatStream(ChunkMaker[ChatChunk]):
@@ -83,12 +179,11 @@ class _ChatStream(ChunkMaker[ChatChunk]):
     chunk_type = ChatChunk
     object_name = "chat.completion.chunk"
 
-    def __init__(
-        self, state: ServerState, body: ChatCompletionRequest, generation: Generation, *, num_top: int
-    ) -> None:
+    def __init__(self, state: ServerState, body: ChatCompletionRequest, generation: Generation, chat: Chat) -> None:
         super().__init__(state, generation, body.stream_options)
+        self._replies = [chat.reading.new_reply() for _ in range(generation.n)]
         self._body = body
-        self._num_top = num_top
+        self._chat = chat
         self._started = False
 
     def chunks(self, _prompt: int, output: RequestOutput) -> Iterator[ChatChunk]:
@@ -96,22 +191,29 @@ class _ChatStream(ChunkMaker[ChatChunk]):
             self._started = True
             yield from self._role_chunks()
         for o in output.outputs:
+            reply = self._replies[o.index]
             choice = ChatChunkChoice(
                 index=o.index,
-                delta=Delta(content=o.text),
-                logprobs=_logprobs(self._body, o, self._num_top),
-                finish_reason=o.finish_reason,
+                delta=reply.take(o.text, finished=o.finished),
+                logprobs=_logprobs(self._body, o, self._chat.params),
+                finish_reason=None,
             )
-            if o.finished:
+            if o.finish_reason is not None:
+                choice.finish_reason = reply.finish_reason(o.finish_reason)
                 choice.stop_reason = o.stop_reason
             if self._body.return_token_ids:
                 choice.token_ids = o.token_ids
-            yield self._chunk([choice])
+            # What is held back needs no chunk of its own, unless it would tell something else.
+            if choice.delta.model_fields_set or o.finished or choice.logprobs or choice.token_ids:
+                yield self._chunk([choice])
 
     def _role_chunks(self) -> Iterator[ChatChunk]:
+        role = self._state.config.response_role
         for index in range(self._generation.n):
-            delta = Delta(role=self._state.config.response_role, content="")
+            delta = Delta(role=role, content=_echoed(self._body, role))
             chunk = self._chunk([ChatChunkChoice(index=index, delta=delta, logprobs=None, finish_reason=None)])
             if self._body.return_token_ids:
                 chunk.prompt_token_ids = self._generation.prompts[0]
+            if self._body.return_prompt_text:
+                chunk.prompt_text = _prompt_text(self._state, self._generation, self._chat)
             yield chunk

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
@@ -15,9 +15,10 @@ from jaxpaged.engine.request_stream import EngineRequest, RequestStream
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import SamplingParams
 from jaxpaged.server.errors import ApiError, error_response, internal_error, to_api_error
+from jaxpaged.server.intervals import Intervals
 from jaxpaged.server.metrics import RequestObserver
 from jaxpaged.server.params import request_priority, truncate
-from jaxpaged.server.protocol import GenerationRequest, StreamOptions
+from jaxpaged.server.protocol import GenerationRequest, PromptFields, StreamOptions
 from jaxpaged.server.responses import ChatChunk, CompletionChunk, Usage
 from jaxpaged.server.sse import EventStream
 from jaxpaged.server.state import ServerState, clean_header, random_id
@@ -47,6 +48,7 @@ class Generation:
         model: str,
         params: SamplingParams,
         prompts: dict[str, list[int]],
+        stream_interval: int = 1,
     ) -> None:
         self._state = state
         self._stream = stream
@@ -56,6 +58,7 @@ class Generation:
         self.n = params.n
         self.prompts = list(prompts.values())
         self._index = {request_id: i for i, request_id in enumerate(prompts)}
+        self._intervals = Intervals(stream_interval)
         self._observer = RequestObserver(state.metrics, params)
         self._completion_tokens = 0
         self._cached_tokens: dict[str, int] = {}
@@ -63,9 +66,12 @@ class Generation:
     @property
     def usage(self) -> Usage:
         """Tokens so far."""
-        return self._state.usage(
-            sum(len(p) for p in self.prompts), self._completion_tokens, sum(self._cached_tokens.values())
-        )
+        return self._state.usage(sum(len(p) for p in self.prompts), self._completion_tokens, self.cached_tokens)
+
+    @property
+    def cached_tokens(self) -> int:
+        """Prompt tokens that came from the prefix cache, as far as that is known."""
+        return sum(self._cached_tokens.values())
 
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Each output with the index of its prompt.
@@ -79,7 +85,8 @@ class Generation:
             self._cached_tokens[output.request_id] = output.num_cached_tokens
             if output.error is not None:
                 raise ApiError(f"the request failed: {output.error}", status=500)
-            yield self._index[output.request_id], output
+            if (ready := self._intervals.take(output)) is not None:
+                yield self._index[output.request_id], ready
 
     async def collect(self) -> list[RequestOutput]:
         """The last output of each prompt, in order."""
@@ -103,12 +110,19 @@ class ChunkMaker(Generic[Chunk]):
         self._generation = generation
         self._options = options or StreamOptions()
 
-    def last(self) -> Iterable[Chunk]:
+    def first(self) -> Iterable[Chunk]:
+        return ()
+
+    async def last(self) -> Iterable[Chunk]:
         """The chunk with the whole usage, if the client wants it."""
-        if self._options.include_usage:
-            chunk = self._chunk([])
-            chunk.usage = self._generation.usage
-            yield chunk
+        if not self._options.include_usage:
+            return []
+        chunk = self._chunk([])
+        chunk.usage = self._generation.usage
+        return [chunk]
+
+    def failed(self, error: ApiError) -> Iterable[BaseModel]:
+        return [error_response(error)]
 
     def _chunk(self, choices: list[Any]) -> Chunk:
         generation = self._generation
@@ -134,49 +148,77 @@ async def start_generation(
     model: str,
     params: SamplingParams,
     prompts: Sequence[list[int]],
-    prefix: str,
+    id: str,
 ) -> AsyncIterator[Generation]:
     """Queues one request a prompt; on leaving the block, aborts what has not finished.
 
     Args:
-        prefix: of the answer's id, e.g. "chatcmpl".
+        id: of the answer.
 
     Raises:
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncEngine.submit`.
     """
-    response_id = f"{prefix}-{clean_header(request, 'X-Request-Id') or body.request_id or random_id()}"
     priority = request_priority(body, request.headers.get("X-Vllm-Priority"))
     # Clients may use one id twice; the engine's ids must differ.
-    unique = f"{response_id}-{random_id()[:8]}"
-    cut = {f"{unique}-{i}": truncate(p, body, state.max_model_len) for i, p in enumerate(prompts)}
+    unique = f"{id}-{random_id()[:8]}"
+    cut = {f"{unique}-{i}": truncate(p, body, state.max_model_len - 1) for i, p in enumerate(prompts)}
     requests = [EngineRequest(i, ids, params, priority, body.cache_salt) for i, ids in cut.items()]
     async with await state.engine.submit(requests) as stream:
-        yield Generation(state, stream, id=response_id, model=model, params=params, prompts=cut)
+        interval = body.stream_interval or state.config.stream_interval
+        yield Generation(state, stream, id=id, model=model, params=params, prompts=cut, stream_interval=interval)
+
+
+def answer_id(request: web.Request, body: PromptFields, prefix: str) -> str:
+    """Id of an answer: the client's own, from its header or the body, behind `prefix`, or a new one."""
+    return f"{prefix}-{clean_header(request, 'X-Request-Id') or body.request_id or random_id()}"
+
+
+class AnswerEvents(Protocol):
+    """What a streamed answer consists of."""
+
+    def first(self) -> Iterable[BaseModel]:
+        """Events before there is any output."""
+
+    def chunks(self, prompt_index: int, output: RequestOutput, /) -> Iterable[BaseModel]:
+        """Events that an output makes."""
+
+    async def last(self) -> Iterable[BaseModel]:
+        """Events after all output."""
+
+    def failed(self, error: ApiError) -> Iterable[BaseModel]:
+        """Events instead of the rest."""
 
 
 async def stream_events(
-    request: web.Request,
-    generation: Generation,
-    chunks: Callable[[int, RequestOutput], Iterable[BaseModel]],
-    last: Callable[[], Iterable[BaseModel]],
+    request: web.Request, generation: Generation, answer: AnswerEvents, *, named: bool = False
 ) -> web.StreamResponse:
-    """Answers with events: `chunks` of each output, then `last`; an error on the way becomes an event."""
-    events = EventStream()
+    """Answers with events as the output comes; an error on the way becomes an event.
+
+    Args:
+        named: as of `EventStream`.
+    """
+    events = EventStream(named=named)
     await events.open(request)
     try:
+        await events.send(answer.first())
         async for index, output in generation.outputs():
-            await events.send(chunks(index, output))
-        await events.send(last())
+            await events.send(answer.chunks(index, output))
+        await events.send(await answer.last())
     except ConnectionError:
         raise  # the client has gone
     except Exception as error:
-        api_error = to_api_error(error)
-        if api_error is None:
-            logger.exception("a stream failed")
-            api_error = internal_error(error)
-        await events.send([error_response(api_error)])
+        await events.send(answer.failed(told_error(error)))
     await events.close()
     return events.response
+
+
+def told_error(error: Exception) -> ApiError:
+    """What a client is told of a failure after the answer has begun; logs one that nobody foresaw."""
+    api_error = to_api_error(error)
+    if api_error is None:
+        logger.error("an answer failed", exc_info=error)
+        api_error = internal_error(error)
+    return api_error
 
 
 def json_response(body: BaseModel) -> web.Response:

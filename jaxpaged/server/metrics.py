@@ -76,6 +76,13 @@ class ServerMetrics:
         if value is not None:
             self._histograms[name].observe(value)
 
+    def observe_embedding(self, output: RequestOutput) -> None:
+        """Called when a request's embedding has come. That is no token, and counts as none."""
+        durations = _durations(output.metrics)
+        for name in ("e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds"):
+            self.observe(name, durations[name])
+        self.observe("request_prompt_tokens", len(output.prompt_token_ids))
+
     def observe_step(self, stats: EngineStats) -> None:
         """Called after each step of the engine."""
         total = stats.prompt_tokens_total + stats.generation_tokens_total
@@ -168,6 +175,7 @@ class _EngineCollector(Collector):
     def _cache_info(self) -> Metric:
         info = {
             "block_size": self._cache.block_size,
+            "cache_dtype": self._cache.cache_dtype,
             "num_gpu_blocks": self._cache.num_blocks,
             "num_cpu_blocks": self._cache.num_host_blocks,
             "enable_prefix_caching": self._cache.enable_prefix_caching,

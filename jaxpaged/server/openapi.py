@@ -10,6 +10,20 @@ from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
 from jaxpaged.server import protocol, responses
+from jaxpaged.server.embeddings_protocol import Embeddings, EmbeddingsRequest
+from jaxpaged.server.responses_api.objects import (
+    CallDelta,
+    CallDone,
+    ItemEvent,
+    LifecycleEvent,
+    PartEvent,
+    ReasoningDelta,
+    ReasoningDone,
+    ResponseObject,
+    TextDelta,
+    TextDone,
+)
+from jaxpaged.server.responses_api.protocol import ResponsesRequest
 from jaxpaged.server.state import VERSION
 
 _REF = "#/components/schemas/{model}"
@@ -22,7 +36,7 @@ class _Operation:
     summary: str
     answer: type[BaseModel] | str | None = None  # a string is a content type
     bodies: tuple[type[BaseModel], ...] = ()
-    chunk: type[BaseModel] | None = None
+    chunks: tuple[type[BaseModel], ...] = ()
     errors: tuple[int, ...] = ()
 
 
@@ -34,7 +48,7 @@ _OPERATIONS = (
         "Answer a conversation.",
         responses.ChatCompletion,
         (protocol.ChatCompletionRequest,),
-        responses.ChatChunk,
+        (responses.ChatChunk,),
         _BODY_ERRORS,
     ),
     _Operation(
@@ -43,8 +57,33 @@ _OPERATIONS = (
         "Continue prompts.",
         responses.Completion,
         (protocol.CompletionRequest,),
-        responses.CompletionChunk,
+        (responses.CompletionChunk,),
         _BODY_ERRORS,
+    ),
+    _Operation(
+        "post",
+        "/v1/responses",
+        "Answer a conversation with items.",
+        ResponseObject,
+        (ResponsesRequest,),
+        (LifecycleEvent, ItemEvent, PartEvent, TextDelta, TextDone, ReasoningDelta, ReasoningDone, CallDelta, CallDone),
+        _BODY_ERRORS,
+    ),
+    _Operation("get", "/v1/responses/{response_id}", "Show a stored response.", ResponseObject, errors=(400, 401, 404)),
+    _Operation(
+        "post",
+        "/v1/responses/{response_id}/cancel",
+        "End a response that is made in the background.",
+        ResponseObject,
+        errors=(400, 401, 404),
+    ),
+    _Operation(
+        "post",
+        "/v1/embeddings",
+        "Embeddings of prompts.",
+        Embeddings,
+        (EmbeddingsRequest,),
+        errors=_BODY_ERRORS,
     ),
     _Operation("get", "/v1/models", "List the models.", responses.ModelList, errors=(401,)),
     _Operation("get", "/v1/models/{model}", "Show a model.", responses.ModelCard, errors=(401, 404)),
@@ -79,7 +118,7 @@ def openapi_document() -> dict[str, Any]:
     models: dict[tuple[type[BaseModel], JsonSchemaMode], None] = {}
     for operation in _OPERATIONS:
         models |= {(m, "validation"): None for m in operation.bodies}
-        models |= {(m, "serialization"): None for m in (operation.answer, operation.chunk) if isinstance(m, type)}
+        models |= {(m, "serialization"): None for m in (operation.answer, *operation.chunks) if isinstance(m, type)}
     models[responses.ErrorResponse, "serialization"] = None
     _, schemas = models_json_schema(list(models), ref_template=_REF)
     paths: dict[str, dict[str, Any]] = {}
@@ -100,11 +139,12 @@ def openapi_document() -> dict[str, Any]:
 def _describe(operation: _Operation) -> dict[str, Any]:
     described: dict[str, Any] = {"summary": operation.summary, "responses": _responses(operation)}
     if operation.bodies:
-        refs = [_ref(m) for m in operation.bodies]
-        schema = refs[0] if len(refs) == 1 else {"anyOf": refs}
-        described["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
-    if "{model}" in operation.path:
-        described["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+        content = {"application/json": {"schema": _any_of(operation.bodies)}}
+        described["requestBody"] = {"required": True, "content": content}
+    if "{" in operation.path:
+        name = operation.path.partition("{")[2].partition("}")[0]
+        schema = {"type": "string", "minLength": 1}
+        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": schema}]
     return described
 
 
@@ -114,8 +154,8 @@ def _responses(operation: _Operation) -> dict[str, Any]:
         success["content"] = {operation.answer: {}}
     elif operation.answer is not None:
         success["content"] = {"application/json": {"schema": _ref(operation.answer)}}
-    if operation.chunk is not None:
-        success["content"]["text/event-stream"] = {"schema": _ref(operation.chunk)}
+    if operation.chunks:
+        success["content"]["text/event-stream"] = {"schema": _any_of(operation.chunks)}
     described = {"200": success}
     for status in operation.errors:
         content = {"application/json": {"schema": _ref(responses.ErrorResponse)}}
@@ -123,6 +163,11 @@ def _responses(operation: _Operation) -> dict[str, Any]:
     if operation.path in ("/health", "/ping"):
         described["503"] = {"description": "The engine has stopped or is shutting down"}
     return described
+
+
+def _any_of(models: tuple[type[BaseModel], ...]) -> dict[str, Any]:
+    refs = [_ref(m) for m in models]
+    return refs[0] if len(refs) == 1 else {"anyOf": refs}
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
 
+from jaxpaged.core.beam import MAX_LENGTH_PENALTY
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.request import MAX_N
+from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS, MAX_N
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
@@ -85,27 +96,11 @@ class StreamOptions(ApiModel):
 class UnsupportedFields(ApiModel):
     """Parameters of the API that cannot be honoured yet; refused unless they ask for nothing."""
 
-    frequency_penalty: float | None = Field(default=None, ge=-2, le=2, description="Not supported yet: must be 0.")
-    presence_penalty: float | None = Field(default=None, ge=-2, le=2, description="Not supported yet: must be 0.")
-    repetition_penalty: float | None = Field(default=None, gt=0, description="Not supported yet: must be 1.")
-    min_tokens: int | None = Field(default=None, ge=0, description="Not supported yet: must be 0.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Not supported yet.")
-    bad_words: list[str] | None = Field(default=None, description="Not supported yet.")
-    allowed_token_ids: list[int] | None = Field(default=None, description="Not supported yet.")
-    logprob_token_ids: list[int] | None = Field(default=None, description="Not supported yet.")
-    prompt_logprobs: int | None = Field(default=None, ge=-1, description="Not supported yet.")
-    echo: bool | None = Field(default=None, description="Not supported yet: must be false.")
     suffix: str | None = Field(default=None, description="Not supported yet.")
-    tools: list[dict[str, Any]] | None = Field(default=None, description="Not supported yet.")
-    tool_choice: str | dict[str, Any] | None = Field(default=None, description='Not supported yet: must be "none".')
     functions: list[Any] | None = Field(default=None, description="Not supported.")
     function_call: str | dict[str, Any] | None = Field(default=None, description="Not supported.")
-    response_format: dict[str, Any] | None = Field(default=None, description='Only {"type": "text"} yet.')
-    structured_outputs: dict[str, Any] | None = Field(default=None, description="Not supported yet.")
-    use_beam_search: bool | None = Field(default=None, description="Not supported yet: must be false.")
     thinking_token_budget: int | None = Field(default=None, description="Not supported yet.")
     repetition_detection: dict[str, Any] | None = Field(default=None, description="Not supported yet.")
-    return_prompt_text: bool | None = Field(default=None, description="Not supported yet: must be false.")
     prompt_embeds: Any = Field(default=None, description="Not supported.")
     logits_processors: list[Any] | None = Field(default=None, description="Not supported.")
     modalities: list[str] | None = Field(default=None, description='Not supported, other than ["text"].')
@@ -118,10 +113,76 @@ class UnsupportedFields(ApiModel):
     guided_grammar: Any = Field(default=None, description="Removed: use structured_outputs.")
 
 
-class GenerationRequest(UnsupportedFields):
-    """What chat and text completions have in common."""
+class PromptFields(ApiModel):
+    """What all requests with a prompt have in common."""
 
     model: str | None = Field(default=None, description="A name that /v1/models lists; null is the first one.")
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, description="Keep that many prompt tokens; -1: as many as the model's length limit allows."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None, description='The side of the prompt that is cut off; "left" by default.'
+    )
+    priority: int = Field(
+        default=0,
+        ge=INT64_MIN,
+        le=INT64_MAX,
+        description="Lower is served first, under the priority policy. The header X-Vllm-Priority goes before it.",
+    )
+    request_id: str | None = Field(default=None, max_length=256, description="Becomes a part of the answer's id.")
+    cache_salt: Annotated[str | None, AfterValidator(_check_cache_salt)] = Field(
+        default=None, description="Share cached prefixes only with requests that have the same salt."
+    )
+
+
+_RESPONSE_FORMAT = {
+    "type": "object",
+    "properties": {
+        "type": {"enum": ["text", "json_object", "json_schema", "structural_tag"]},
+        "json_schema": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "schema": {"type": "object"},
+                "strict": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+            },
+            "required": ["schema"],
+        },
+        "structures": {"type": "array", "items": {"type": "object"}},
+        "triggers": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["type"],
+}
+_STRUCTURED_OUTPUTS = {
+    "type": "object",
+    "properties": {
+        "json": {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        "regex": {"type": "string"},
+        "choice": {"type": "array", "items": {"type": "string"}, "minItems": 1},
+        "grammar": {"type": "string"},
+        "json_object": {"type": "boolean"},
+        "structural_tag": {"anyOf": [{"type": "object"}, {"type": "string"}]},
+        "disable_any_whitespace": {"type": "boolean"},
+    },
+}
+
+
+class GenerationRequest(UnsupportedFields, PromptFields):
+    """What chat and text completions have in common."""
+
+    response_format: Annotated[
+        dict[str, Any] | None, WithJsonSchema({"anyOf": [_RESPONSE_FORMAT, {"type": "null"}]})
+    ] = Field(
+        default=None,
+        description="Form of the output: text, json_object, json_schema or structural_tag. With strict false what "
+        "cannot be enforced of a schema is left out, else refused.",
+    )
+    structured_outputs: Annotated[
+        dict[str, Any] | None, WithJsonSchema({"anyOf": [_STRUCTURED_OUTPUTS, {"type": "null"}]})
+    ] = Field(
+        default=None,
+        description="Form of the output: one of json, regex, choice, grammar, json_object and structural_tag.",
+    )
     n: int | None = Field(default=None, ge=1, le=MAX_N, description="Choices to draw for each prompt; 1 by default.")
     temperature: float | None = Field(
         default=None, ge=0, le=2, description="0 is greedy. Default: the model's generation config, or 1."
@@ -136,41 +197,89 @@ class GenerationRequest(UnsupportedFields):
         default=None, description=f"Up to {MAX_STOP_STRINGS} strings that end the output."
     )
     stop_token_ids: list[int] | None = Field(default=None, description="Token ids that end the output.")
+    frequency_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="Taken off a token's logit for each time the output has it."
+    )
+    presence_penalty: float | None = Field(
+        default=None, ge=-2, le=2, description="Taken off the logit of each token that the output has."
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        gt=0,
+        description="Above 1 makes tokens of prompt and output less likely. Default: the generation config, or 1.",
+    )
+    logit_bias: dict[str, float] | None = Field(
+        default=None,
+        max_length=MAX_LOGIT_BIASES,
+        description="Token id -> what is added to its logit, clamped to -100 to 100.",
+    )
+    bad_words: list[str] | None = Field(
+        default=None, max_length=MAX_BAD_WORDS, description="Texts that the output must not have."
+    )
+    allowed_token_ids: list[int] | None = Field(default=None, description="The only tokens that may be drawn.")
+    min_tokens: int | None = Field(
+        default=None, ge=0, description="Before that many output tokens nothing but max_tokens ends the output."
+    )
+    logprob_token_ids: list[int] | None = Field(
+        default=None,
+        max_length=MAX_LOGPROB_TOKEN_IDS,
+        description="Tokens whose log-probabilities are reported at each output position.",
+    )
+    prompt_logprobs: int | None = Field(
+        default=None,
+        ge=-1,
+        description="Most probable tokens to report at each position of the prompt; -1 is all. Not with stream.",
+    )
     include_stop_str_in_output: bool = Field(default=False, description="Keep the stop string at the end of the text.")
     ignore_eos: bool = Field(default=False, description="Go on after an end-of-sequence token.")
+    use_beam_search: bool | None = Field(
+        default=None,
+        description="Find the n most probable outputs, best first, instead of drawing. Not with stream, logprobs, stop "
+        "strings, or what changes probabilities; temperature and seed have no effect.",
+    )
+    length_penalty: float | None = Field(
+        default=None,
+        ge=-MAX_LENGTH_PENALTY,
+        le=MAX_LENGTH_PENALTY,
+        description="Of a beam search: outputs are ranked by logprob / length ** length_penalty. 1 by default.",
+    )
     skip_special_tokens: bool = Field(default=True, description="Leave special tokens out of the text.")
     spaces_between_special_tokens: bool = Field(default=True, description="Accepted, without effect.")
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="Keep that many prompt tokens; -1: as many as the model's length limit allows."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        default=None, description='The side of the prompt that is cut off; "left" by default.'
-    )
     stream: bool | None = Field(default=None, description="Send the output as server-sent events.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with stream.")
-    priority: int = Field(
-        default=0,
-        ge=INT64_MIN,
-        le=INT64_MAX,
-        description="Lower is served first, under the priority policy. The header X-Vllm-Priority goes before it.",
-    )
-    request_id: str | None = Field(default=None, max_length=256, description="Becomes a part of the answer's id.")
-    cache_salt: Annotated[str | None, AfterValidator(_check_cache_salt)] = Field(
-        default=None, description="Share cached prefixes only with requests that have the same salt."
-    )
     return_token_ids: bool | None = Field(default=None, description="Add token ids of prompt and output to the answer.")
+    return_prompt_text: bool | None = Field(default=None, description="Add the prompt's text to the answer.")
+    echo: bool | None = Field(
+        default=None, description="Completions: begin with the prompt. Chats: begin with the message that is continued."
+    )
+    stream_interval: int | None = Field(
+        default=None, ge=1, description="Tokens of a choice in each chunk after the first. Default: the server's, 1."
+    )
     return_tokens_as_token_ids: bool | None = Field(default=None, description='Name tokens in logprobs "token_id:N".')
 
     @model_validator(mode="after")
     def _check_stream_options(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options is only allowed with stream=true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs is not available with stream=true; leave one of them out", param="prompt_logprobs"
+            )
         return self
 
 
-class CompletionRequest(GenerationRequest):
+class UnsupportedInText(ApiModel):
+    """Parameters of chats that text completions refuse."""
+
+    tools: list[dict[str, Any]] | None = Field(default=None, description="Only for chats.")
+    tool_choice: str | dict[str, Any] | None = Field(default=None, description='Only for chats: must be "none".')
+
+
+class CompletionRequest(GenerationRequest, UnsupportedInText):
     prompt: Prompt = Field(description="Text or token ids of one or more prompts.")
-    max_tokens: int | None = Field(default=None, ge=0, description="Most output tokens; 16 by default.")
+    max_tokens: int | None = Field(
+        default=None, ge=0, description="Most output tokens; 16 by default. 0 only with echo."
+    )
     logprobs: int | None = Field(default=None, ge=-1, description="Most probable tokens to report; -1 is all.")
     add_special_tokens: bool = Field(default=True, description="Add BOS etc. to a text prompt.")
 
@@ -182,6 +291,38 @@ class ContentPart(ApiModel):
     text: str | None = None
 
 
+def _parse_arguments(value: Any) -> Any:
+    """Arguments as the mapping that chat templates want."""
+    if value is None or value == "":
+        return {}
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"the arguments of a function call must be a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError("the arguments of a function call must be a JSON object")
+    return value
+
+
+class MessageFunction(ApiModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str
+    arguments: Annotated[
+        dict[str, Any],
+        BeforeValidator(_parse_arguments),
+        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
+    ] = Field(default_factory=dict, description="A JSON object, or the text of one.")
+
+
+class MessageToolCall(ApiModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: MessageFunction
+
+
 class ChatMessage(ApiModel):
     """A message of the conversation; further fields are handed to the chat template."""
 
@@ -189,6 +330,34 @@ class ChatMessage(ApiModel):
 
     role: str
     content: str | list[ContentPart | str] | None = None
+    tool_calls: list[MessageToolCall] | None = Field(default=None, description="Calls of an assistant's message.")
+
+
+class FunctionDefinition(ApiModel):
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments.")
+    strict: bool | None = Field(
+        default=None, description="Refuse a schema of which not all can be enforced, where a call is enforced."
+    )
+
+
+class ToolDefinition(ApiModel):
+    model_config = ConfigDict(extra="allow")
+
+    type: Literal["function"] = "function"
+    function: FunctionDefinition
+
+
+class FunctionName(ApiModel):
+    name: str
+
+
+class NamedToolChoice(ApiModel):
+    type: Literal["function"] = "function"
+    function: FunctionName
 
 
 class TemplateFields(ApiModel):
@@ -201,6 +370,9 @@ class TemplateFields(ApiModel):
     chat_template: str | None = Field(default=None, description="Jinja template to use; where the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the chat template.")
     documents: list[dict[str, Any]] | None = Field(default=None, description="Documents for the chat template.")
+    tools: list[ToolDefinition] | None = Field(
+        default=None, min_length=1, description="Functions that the model may call; shown by the chat template."
+    )
     reasoning_effort: str | None = Field(default=None, description="Handed to the chat template.")
 
     @model_validator(mode="after")
@@ -220,6 +392,14 @@ class ChatCompletionRequest(GenerationRequest, TemplateFields):
     top_logprobs: int | None = Field(
         default=None, ge=-1, description="Most probable tokens to report at each position (-1 is all); needs logprobs."
     )
+
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
+        default=None,
+        description='"auto" (the default with tools): the model decides; "none": calls stay text; "required": it must '
+        "call; or the function to call.",
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="False keeps the first call only.")
+    include_reasoning: bool = Field(default=True, description="False leaves the reasoning out of the answer.")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:

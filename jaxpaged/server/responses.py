@@ -32,16 +32,37 @@ class ChatLogprobs(BaseModel):
     content: list[ChatLogprob]
 
 
+class FunctionCall(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class PromptLogprob(BaseModel):
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class AssistantMessage(BaseModel):
     role: str
-    content: str
+    content: str | None
     refusal: str | None = None
     reasoning: str | None = None
 
 
+class CallingMessage(AssistantMessage):
+    tool_calls: list[ToolCall]
+
+
 class ChatChoice(BaseModel):
     index: int
-    message: AssistantMessage
+    message: CallingMessage | AssistantMessage
     logprobs: ChatLogprobs | None = None
     finish_reason: str
     stop_reason: str | int | None = None
@@ -56,13 +77,28 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: Usage
     system_fingerprint: str | None = None
-    prompt_logprobs: None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
+
+
+class FunctionDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class Delta(BaseModel):
     role: str | None = None
     content: str | None = None
+    reasoning: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -83,13 +119,14 @@ class ChatChunk(BaseModel):
     system_fingerprint: str | None = None
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class CompletionLogprobs(BaseModel):
     text_offset: list[int]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float]]
+    top_logprobs: list[dict[str, float] | None]
 
 
 class CompletionChoice(BaseModel):
@@ -100,7 +137,8 @@ class CompletionChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
-    prompt_logprobs: None = None
+    prompt_text: str | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
 
 
 class Completion(BaseModel):
@@ -121,6 +159,7 @@ class CompletionChunkChoice(BaseModel):
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    prompt_text: str | None = None
 
 
 class CompletionChunk(BaseModel):

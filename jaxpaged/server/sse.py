@@ -1,4 +1,4 @@
-"""Server-sent events: `data: {json}` lines, then `data: [DONE]`."""
+"""Server-sent events."""
 
 from __future__ import annotations
 
@@ -9,9 +9,15 @@ from pydantic import BaseModel
 
 
 class EventStream:
-    """A response that sends events. Writing waits while the client reads slowly."""
+    """A response that sends events. Writing waits while the client reads slowly.
 
-    def __init__(self) -> None:
+    Args:
+        named: events have a `type` that names them, and all their fields are sent. Else they are `data` lines with the
+            fields that were set, and `data: [DONE]` ends them.
+    """
+
+    def __init__(self, *, named: bool = False) -> None:
+        self._named = named
         # X-Accel-Buffering: a proxy such as nginx would hold events back.
         self.response = web.StreamResponse(
             headers={
@@ -26,10 +32,16 @@ class EventStream:
 
     async def send(self, events: Iterable[BaseModel]) -> None:
         """Sends events in one write."""
-        data = "".join(f"data: {event.model_dump_json(exclude_unset=True)}\n\n" for event in events)
+        data = "".join(map(self._text, events))
         if data:
             await self.response.write(data.encode())
 
     async def close(self) -> None:
-        await self.response.write(b"data: [DONE]\n\n")
+        if not self._named:
+            await self.response.write(b"data: [DONE]\n\n")
         await self.response.write_eof()
+
+    def _text(self, event: BaseModel) -> str:
+        if not self._named:
+            return f"data: {event.model_dump_json(exclude_unset=True)}\n\n"
+        return f"event: {getattr(event, 'type', 'error')}\ndata: {event.model_dump_json()}\n\n"

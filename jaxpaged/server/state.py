@@ -46,6 +46,10 @@ class ServerState:
     def vocab_size(self) -> int:
         return self.engine.engine.model_config.vocab_size
 
+    @property
+    def hidden_size(self) -> int:
+        return self.engine.engine.model_config.hidden_size
+
     @cached_property
     def system_fingerprint(self) -> str:
         """Changes with the version, the model and the options that results may depend on."""
@@ -65,14 +69,13 @@ class ServerState:
         return name
 
     def usage(self, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        usage = Usage(
+        wants_details = self.config.enable_prompt_tokens_details
+        return Usage(
             prompt_tokens=prompt_tokens,
             completion_tokens=completion_tokens,
             total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens) if wants_details else None,
         )
-        if self.config.enable_prompt_tokens_details:
-            usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached_tokens)
-        return usage
 
 
 STATE = web.AppKey("state", ServerState)

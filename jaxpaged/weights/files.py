@@ -36,16 +36,25 @@ class ModelFiles:
     """A model on disk.
 
     Attributes:
-        kind: "converted" (written by `convert`), "hf" (config.json with safetensors or pytorch_model*.bin) or "gguf".
-        path: the folder; of "gguf" the file.
+        kind: "converted" (written by `convert`), "hf" (config.json with safetensors or pytorch_model*.bin), "gguf", or
+            "config" (config.json; weights, if there are any, are left aside).
+        path: the folder; of "gguf" and "config" the file.
     """
 
-    kind: Literal["converted", "hf", "gguf"]
+    kind: Literal["converted", "hf", "gguf", "config"]
     path: Path
 
+    @property
+    def folder(self) -> Path:
+        """Where the files beside the weights are, such as the tokenizer's."""
+        return self.path.parent if self.kind in ("gguf", "config") else self.path
 
-def resolve(model: str | Path | ModelFiles) -> ModelFiles:
+
+def resolve(model: str | Path | ModelFiles, *, weights: bool = True) -> ModelFiles:
     """Find the files of `model`; a catalog or hub name is downloaded unless it is already there.
+
+    Args:
+        weights: False where the config is enough: then a config.json, or a folder with one, will do.
 
     Raises:
         ModelLoadError: nothing of that name, or what is there is no model.
@@ -54,15 +63,15 @@ def resolve(model: str | Path | ModelFiles) -> ModelFiles:
         return model
     path = Path(model).expanduser()
     if path.is_dir():
-        return _folder(path)
+        return _folder(path, weights=weights)
     if path.is_file():
-        return _file(path)
+        return ModelFiles("config", path) if not weights and path.suffix == ".json" else _file(path)
     name = str(model)
     if name in list_catalog():
         return _file(pull(name))
     forms = _FORMS.format(", ".join(list_catalog()))
     if isinstance(model, str) and _HUB_NAME.fullmatch(name):
-        return _from_hub(name, forms)
+        return _from_hub(name, forms, weights=weights)
     raise ModelLoadError(f"there is no model {name!r}: no such path, and no name that is known; give {forms}")
 
 
@@ -81,9 +90,11 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _folder(path: Path) -> ModelFiles:
+def _folder(path: Path, *, weights: bool) -> ModelFiles:
     if (path / MARKER).is_file():
         return ModelFiles("converted", path)
+    if not weights and (path / "config.json").is_file():
+        return ModelFiles("config", path / "config.json")
     if PARTIAL in path.name:
         raise ModelLoadError(f"{path} is what an interrupted conversion left; remove it and convert again")
     ggufs = sorted(path.glob("*.gguf"))
@@ -93,7 +104,8 @@ def _folder(path: Path) -> ModelFiles:
         if not ggufs:
             raise ModelLoadError(
                 f"{path} has a config.json but no weights: expected model.safetensors, "
-                "model.safetensors.index.json with its parts, or pytorch_model*.bin"
+                "model.safetensors.index.json with its parts, or pytorch_model*.bin "
+                "(load_format dummy makes random ones)"
             )
     if len(ggufs) == 1:
         return ModelFiles("gguf", ggufs[0])
@@ -117,11 +129,12 @@ def _file(path: Path) -> ModelFiles:
     raise ModelLoadError(f"{path} is no GGUF file; for a model of another format name its folder")
 
 
-def _from_hub(name: str, forms: str) -> ModelFiles:
+def _from_hub(name: str, forms: str, *, weights: bool) -> ModelFiles:
     from huggingface_hub import snapshot_download
 
+    wanted = _HUB_FILES if weights else [pattern for pattern in _HUB_FILES if not pattern.startswith("model")]
     try:
-        return _folder(Path(snapshot_download(name, allow_patterns=_HUB_FILES)))
+        return _folder(Path(snapshot_download(name, allow_patterns=wanted)), weights=weights)
     except ModelLoadError:
         raise
     except Exception as error:  # the hub client raises its HTTP library's errors beside its own

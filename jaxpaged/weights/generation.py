@@ -22,6 +22,8 @@ class GenerationConfig:
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 def generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], source: object) -> GenerationConfig:
@@ -39,6 +41,8 @@ def generation_config(generation: Mapping[str, Any], config: Mapping[str, Any], 
         temperature=_number("temperature", generation.get("temperature"), source),
         top_p=_number("top_p", generation.get("top_p"), source),
         top_k=_integer("top_k", generation.get("top_k"), source),
+        min_p=_number("min_p", generation.get("min_p"), source),
+        repetition_penalty=_number("repetition_penalty", generation.get("repetition_penalty"), source),
     )
 
 

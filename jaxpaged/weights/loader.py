@@ -1,4 +1,7 @@
-"""From a model's files to a module in memory, and to what else an engine needs of them."""
+"""From a model's files to a module in memory, and to what else an engine needs of them.
+
+What reads GGUF is imported where a GGUF file is read: all else works without the `gguf` package.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,6 @@ from jaxpaged.models.registry import get_model_class
 from jaxpaged.weights.checkpoint import restore
 from jaxpaged.weights.files import WEIGHTS, ModelFiles, read_json, resolve
 from jaxpaged.weights.generation import GenerationConfig, generation_config
-from jaxpaged.weights.gguf_config import eos_token_ids, hf_config
-from jaxpaged.weights.gguf_file import GGUFFile
-from jaxpaged.weights.gguf_reader import GGUFReader
 from jaxpaged.weights.marker import Marker
 from jaxpaged.weights.names import check_tensors, parameters
 from jaxpaged.weights.pytorch_reader import PytorchReader
@@ -56,7 +56,7 @@ def load_model(model: str | Path | ModelFiles, *, dtype: str = "auto", sharding:
     module = abstract_model(config, name)
     variables = parameters(module)
     expected = {key: variable.shape for key, variable in variables.items()}
-    place = sharding if callable(sharding) else lambda _: sharding or jax.device_put(0).sharding
+    place = placement(sharding)
     if files.kind == "converted":
         check_tensors(expected, Marker.read(files.path).parameters, source=files.path)
         for key, array in restore(files.path / WEIGHTS, expected, dtype_of(name), place).items():
@@ -96,10 +96,13 @@ def load_generation_config(model: str | Path | ModelFiles) -> GenerationConfig:
     """
     files = resolve(model)
     if files.kind == "gguf":
+        from jaxpaged.weights.gguf_config import eos_token_ids, hf_config
+        from jaxpaged.weights.gguf_file import GGUFFile
+
         file = GGUFFile.open(files.path)
         config = {"eos_token_id": list(eos_token_ids(file)), "bos_token_id": hf_config(file)["bos_token_id"]}
         return generation_config({}, config, files.path)
-    path = files.path / "generation_config.json"
+    path = files.folder / "generation_config.json"
     generation = read_json(path) if path.is_file() else {}
     return generation_config(generation, read_hf_config(files), files.path)
 
@@ -125,9 +128,16 @@ def abstract_model(config: ModelConfig, dtype: str) -> nnx.Module:
     return nnx.eval_shape(lambda: model_class(config, dtype=dtype_of(dtype), rngs=nnx.Rngs(0)))
 
 
+def placement(sharding: Shardings) -> Callable[[str], jax.sharding.Sharding]:
+    """Where each parameter goes, by its name."""
+    return sharding if callable(sharding) else lambda _: sharding or jax.device_put(0).sharding
+
+
 def open_reader(files: ModelFiles) -> TensorReader:
     """The stored tensors of a Hugging Face folder or GGUF file."""
     if files.kind == "gguf":
+        from jaxpaged.weights.gguf_reader import GGUFReader
+
         return GGUFReader(files.path)
     if any(files.path.glob("*.safetensors")):
         return SafetensorsReader(files.path)
@@ -136,4 +146,9 @@ def open_reader(files: ModelFiles) -> TensorReader:
 
 def read_hf_config(files: ModelFiles) -> dict[str, Any]:
     """config.json of `files`; for GGUF the equivalent of its metadata."""
-    return hf_config(GGUFFile.open(files.path)) if files.kind == "gguf" else read_json(files.path / "config.json")
+    if files.kind == "gguf":
+        from jaxpaged.weights.gguf_config import hf_config
+        from jaxpaged.weights.gguf_file import GGUFFile
+
+        return hf_config(GGUFFile.open(files.path))
+    return read_json(files.path if files.kind == "config" else files.path / "config.json")

@@ -7,11 +7,18 @@ from typing import TYPE_CHECKING
 
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.weights.files import ModelFiles
-from jaxpaged.weights.gguf_file import GGUFFile
-from jaxpaged.weights.gguf_tokenizer import build_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+
+# One of these is in every folder that transformers loads a tokenizer from.
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(files: ModelFiles) -> bool:
+    """Whether `files` bring a tokenizer, be it a damaged one."""
+    return files.kind == "gguf" or any((files.folder / name).is_file() for name in _TOKENIZER_FILES)
 
 
 def read_tokenizer(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedTokenizerFast:
@@ -25,12 +32,15 @@ def read_tokenizer(files: ModelFiles, *, trust_remote_code: bool) -> PreTrainedT
     from transformers import AutoTokenizer
 
     if files.kind == "gguf":
+        from jaxpaged.weights.gguf_file import GGUFFile
+        from jaxpaged.weights.gguf_tokenizer import build_tokenizer
+
         return build_tokenizer(GGUFFile.open(files.path))
     try:
-        return AutoTokenizer.from_pretrained(str(files.path), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(str(files.folder), trust_remote_code=trust_remote_code)
     except Exception as error:  # damaged files surface as KeyError, JSON errors, bare Exception and more
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ModelLoadError(f"cannot load the tokenizer in {files.path}: {reason}") from error
+        raise ModelLoadError(f"cannot load the tokenizer in {files.folder}: {reason}") from error
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, vocab_size: int, source: object) -> None:

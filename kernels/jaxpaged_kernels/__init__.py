@@ -1,6 +1,29 @@
 """Paged attention and KV-cache kernels for JAX. Needs only jax."""
 
 from jaxpaged_kernels.api import paged_attention
-from jaxpaged_kernels.cache import copy_blocks, gather_blocks, pool_dtype, scatter_blocks, write_kv
+from jaxpaged_kernels.cache import (
+    copy_blocks,
+    gather_blocks,
+    pool_dtype,
+    scatter_blocks,
+    write_kv,
+    write_quantized_kv,
+)
+from jaxpaged_kernels.checks import check_block_tables
+from jaxpaged_kernels.quantize import dequantize, quantize
+from jaxpaged_kernels.rope import apply_rope, rotate_and_write_kv
 
-__all__ = ["copy_blocks", "gather_blocks", "paged_attention", "pool_dtype", "scatter_blocks", "write_kv"]
+__all__ = [
+    "apply_rope",
+    "check_block_tables",
+    "copy_blocks",
+    "dequantize",
+    "gather_blocks",
+    "paged_attention",
+    "pool_dtype",
+    "quantize",
+    "rotate_and_write_kv",
+    "scatter_blocks",
+    "write_kv",
+    "write_quantized_kv",
+]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxpaged_kernels.cache import from_storage
+from jaxpaged_kernels.quantize import dequantize
 
 
 def paged_attention(
@@ -22,6 +23,8 @@ def paged_attention(
     soft_cap: float | None,
     sinks: jax.Array | None,
     decode_only: bool,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
 ) -> jax.Array:
     """See `jaxpaged_kernels.paged_attention`. Gathers every table whole, once for each query token."""
     del num_decodes  # a decode is a chunk of one token: nothing here treats it apart
@@ -36,12 +39,14 @@ def paged_attention(
         position = kv_lens[row] - (query_starts[row + 1] - token)
         position = jnp.where(token < query_starts[-1], position, -1)  # padding sees no key
 
-    def keys_of(pool: jax.Array) -> jax.Array:  # [T, L, H, D]
-        blocks = from_storage(pool[block_tables[row]], q.dtype).astype(jnp.float32)
+    def keys_of(pool: jax.Array, scales: jax.Array | None) -> jax.Array:  # [T, L, H, D]
+        blocks = from_storage(pool[block_tables[row]], jnp.float32)
+        if scales is not None:
+            blocks = dequantize(blocks, scales[block_tables[row]])
         keys = blocks.reshape(num_tokens, -1, num_kv_heads, head_dim)
         return jnp.repeat(keys, num_heads // num_kv_heads, axis=2)
 
-    k, v = keys_of(k_pool), keys_of(v_pool)
+    k, v = keys_of(k_pool, k_scales), keys_of(v_pool, v_scales)
     key_position = jnp.arange(k.shape[1])
     visible = key_position <= position[:, None]
     if window is not None:

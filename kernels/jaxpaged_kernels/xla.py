@@ -33,10 +33,19 @@ class _Cache(NamedTuple):
     window: int | None
     soft_cap: float | None
     sinks: jax.Array | None  # [KVH, G] float32
+    k_scales: jax.Array | None  # [blocks, block, KVH] float32
+    v_scales: jax.Array | None  # [blocks, block, KVH] float32
 
     @property
     def keys_per_group(self) -> int:
         return self.blocks_per_group * self.k_pool.shape[1]
+
+
+class _Scales(NamedTuple):
+    """Of a group of L quantized keys and values. The products take them as stored; scores and weights are scaled."""
+
+    k: jax.Array  # [B, KVH, 1, 1, L] float32
+    v: jax.Array  # [B, KVH, 1, 1, L] float32
 
 
 class _Softmax(NamedTuple):
@@ -61,6 +70,8 @@ def paged_attention(
     soft_cap: float | None,
     sinks: jax.Array | None,
     decode_only: bool,
+    k_scales: jax.Array | None,
+    v_scales: jax.Array | None,
 ) -> jax.Array:
     """See `jaxpaged_kernels.paged_attention`."""
     num_tokens, num_heads, head_dim = q.shape
@@ -76,6 +87,8 @@ def paged_attention(
         window,
         soft_cap,
         None if sinks is None else sinks.astype(jnp.float32).reshape(grouped),
+        k_scales,
+        v_scales,
     )
     heads = q.reshape(num_tokens, *grouped, head_dim)
     if decode_only:
@@ -164,6 +177,9 @@ def _attend(q: jax.Array, positions: jax.Array, cache: _Cache, tables: jax.Array
     first_group = jnp.min(first_key) // cache.keys_per_group
     end_group = jnp.max(last) // cache.keys_per_group + 1
 
+    # A weight times the scale of a value can be too small for float16.
+    values_dtype = jnp.float32 if cache.v_scales is not None and q.dtype == jnp.float16 else q.dtype
+
     def body(index: jax.Array, state: _Softmax) -> _Softmax:
         ids = lax.dynamic_slice_in_dim(tables, index * cache.blocks_per_group, cache.blocks_per_group, axis=1)
         # XLA for CPU reads a bfloat16 pool through a float32 copy of it, which it would make once for the whole pool,
@@ -175,9 +191,13 @@ def _attend(q: jax.Array, positions: jax.Array, cache: _Cache, tables: jax.Array
         if cache.window is not None:
             visible &= key > positions[..., None] - cache.window
         k = _read(k_pool, ids, q.dtype)
-        v = _read(v_pool, ids, q.dtype)
+        v = _read(v_pool, ids, values_dtype)
         v = jnp.where(owned[..., None, None], v, 0)  # what others left there may be NaN, and 0 * NaN is NaN
-        return _accumulate(state, q, k, v, visible[:, None, :, None], cache)
+        scales = None
+        if cache.k_scales is not None and cache.v_scales is not None:
+            k_scales, v_scales = (_read(pool, ids, jnp.float32) for pool in (cache.k_scales, cache.v_scales))
+            scales = _Scales(_by_head(k_scales), _by_head(jnp.where(owned[..., None], v_scales, 0)))
+        return _accumulate(state, q, k, v, visible[:, None, :, None], cache, scales)
 
     state = lax.fori_loop(first_group, end_group, body, state)
     out = state.out / jnp.where(state.total == 0, 1, state.total)[..., None]
@@ -185,23 +205,36 @@ def _attend(q: jax.Array, positions: jax.Array, cache: _Cache, tables: jax.Array
 
 
 def _read(pool: jax.Array, ids: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The keys or values of blocks `ids` [B, N], as [B, N * block, KVH, D]."""
+    """What blocks `ids` [B, N] of `pool` [blocks, block, ...] hold, as [B, N * block, ...]."""
     return from_storage(pool[ids], dtype).reshape(ids.shape[0], -1, *pool.shape[2:])
 
 
+def _by_head(scales: jax.Array) -> jax.Array:
+    """[B, KVH, 1, 1, L], as scores and weights are, from [B, L, KVH]."""
+    return scales.transpose(0, 2, 1)[:, :, None, None]
+
+
 def _accumulate(
-    state: _Softmax, q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array, cache: _Cache
+    state: _Softmax,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array,
+    cache: _Cache,
+    scales: _Scales | None,
 ) -> _Softmax:
     """`state` after a group of L keys: q [B, KVH, M, G, D], k and v [B, L, KVH, D], visible [B, 1, M, 1, L]."""
     joined = q.shape[2] == 1
     scores = (_joined_scores(q, k) if joined else _dot("bkmgd,blkd->bkmgl", q, k)) * cache.scale
+    if scales is not None:
+        scores *= scales.k
     if cache.soft_cap is not None:
         scores = cache.soft_cap * jnp.tanh(scores / cache.soft_cap)
     scores = jnp.where(visible, scores, _MASKED)
     top = jnp.maximum(state.top, jnp.max(scores, axis=-1))
     weights = jnp.where(visible, jnp.exp(scores - top[..., None]), 0)
     total = jnp.sum(weights, axis=-1)
-    weights = weights.astype(v.dtype)
+    weights = (weights if scales is None else weights * scales.v).astype(v.dtype)
     out = _joined_values(weights, v) if joined else _dot("bkmgl,blkd->bkmgd", weights, v)
     shrink = jnp.exp(state.top - top)
     return _Softmax(top, state.total * shrink + total, state.out * shrink[..., None] + out)

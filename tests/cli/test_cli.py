@@ -48,6 +48,7 @@ def test_no_flag_leaves_every_default() -> None:
         (["--max-num-seqs", "8"], {"max_num_seqs": 8}),
         (["--max-num-batched-tokens=1024"], {"max_num_batched_tokens": 1024}),
         (["--block-size", "32"], {"block_size": 32}),
+        (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
         (["--kv-cache-memory-bytes", "4GiB"], {"kv_cache_memory": 4 * GIB}),
         (["--kv-cache-memory-bytes", "1048576"], {"kv_cache_memory": 1 << 20}),
         (["--num-gpu-blocks-override", "99"], {"num_blocks": 99}),
@@ -83,7 +84,8 @@ def test_server_flags(tmp_path: Path) -> None:
         "--host 127.0.0.1 --port 9 --uds /s --api-key a b --metrics-public --allowed-origins x y "
         "--max-request-bytes 8MiB --max-concurrent-requests 1K --shutdown-timeout 2.5 --enable-request-id-headers "
         "--enable-dev-endpoints --no-vllm-metric-aliases --served-model-name n1 n2 --trust-request-chat-template "
-        "--response-role bot --enable-prompt-tokens-details"
+        "--response-role bot --enable-prompt-tokens-details --enable-auto-tool-choice --tool-call-parser hermes "
+        "--reasoning-parser qwen3"
     )
     args = build_parser().parse_args(["serve", "m", *flags.split(), "--chat-template", str(template)])
     assert server_config(args, "unused") == ServerConfig(
@@ -104,6 +106,9 @@ def test_server_flags(tmp_path: Path) -> None:
         trust_request_chat_template=True,
         response_role="bot",
         enable_prompt_tokens_details=True,
+        enable_auto_tool_choice=True,
+        tool_call_parser="hermes",
+        reasoning_parser="qwen3",
     )
 
 
@@ -440,6 +445,13 @@ def test_plan_prints_the_arithmetic(capsys: pytest.CaptureFixture[str]) -> None:
         "(2,048 tokens x 128.00 KiB) = 240",
     ):
         assert line in out
+
+
+def test_plan_of_a_quantized_cache(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SHAPE, "--pool", "60GiB", "--tokens", "2000", "--kv-cache-dtype", "int8"]) == 0
+    out = capsys.readouterr().out
+    assert "2 (K, V) x 32 layers x 8 heads x (128 x 1 byte (int8) + 4 bytes of scale) = 66.00 KiB" in out
+    assert f"60.00 GiB / 1.03 MiB = {60 * 1024 * 1024 // (66 * 16):,} blocks" in out
 
 
 def test_plan_of_given_lengths(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,17 +7,21 @@ import random
 import signal
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from beam_reference import beam_search
 from flax import nnx
-from support import EOS, NUM_TOKENS, Alone, make_tiny_tokenizer, random_model, tiny_config
+from support import EOS, NUM_TOKENS, Alone, dense_logprobs, make_tiny_tokenizer, random_model, tiny_config
 
-from jaxpaged import LLM, SamplingParams
+from jaxpaged import LLM, BeamSearchParams, SamplingParams
+from jaxpaged.beam_search import BeamSearchOutput
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError, InvalidRequestError
+from jaxpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 
 PROMPTS = ["The cat", "sat on the mat, and then", "x"]
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -52,6 +56,47 @@ def test_generate_chat_and_stream_give_the_models_tokens(llm: LLM, alone: Alone)
     [answer] = llm.chat([{"role": "user", "content": "Hi"}], GREEDY)
     assert answer.prompt == "<user>Hi<bot>"
     assert answer.outputs[0].token_ids == alone(tokenizer(answer.prompt).input_ids, 8, stop=frozenset([EOS]))
+
+
+def test_beam_search_gives_the_most_probable_outputs(llm: LLM) -> None:
+    tokenizer, next_logprobs = llm.get_tokenizer(), dense_logprobs(random_model(tiny_config()))
+    params = BeamSearchParams(beam_width=3, max_tokens=10, length_penalty=0.0)
+    prompts = ["The cat", {"prompt": "x"}, tokenizer("sat on").input_ids, {"prompt_token_ids": [5, 6]}]
+    outputs = llm.beam_search(prompts, params)
+    ids = [tokenizer(PROMPTS[0]).input_ids, tokenizer("x").input_ids, prompts[2], [5, 6]]
+    for prompt, output in zip(ids, outputs, strict=True):
+        found = beam_search(
+            lambda tokens, prompt=prompt: next_logprobs(prompt + tokens),
+            width=3,
+            max_tokens=10,
+            stop_ids={EOS},
+            length_penalty=0.0,
+            early_stopping=False,
+        )
+        shown = [[t for t in f.token_ids if t != EOS] for f in found]
+        assert [s.tokens for s in output.sequences] == [prompt + tokens for tokens in shown]
+        assert [s.text for s in output.sequences] == [tokenizer.decode(prompt + tokens) for tokens in shown]
+        assert [s.cum_logprob for s in output.sequences] == pytest.approx([f.logprob for f in found], abs=1e-3)
+        assert [s.score for s in output.sequences] == [s.cum_logprob for s in output.sequences]
+    [alone] = llm.beam_search("x", params)
+    assert alone == outputs[1]
+
+
+def test_an_end_of_sequence_token_is_kept_where_it_is_wanted() -> None:
+    params = BeamSearchParams(1, 8, length_penalty=2.0)
+    ended = CompletionOutput(0, "", [8, EOS], cumulative_logprob=-8.0, finish_reason="stop")
+    output = RequestOutput("a", None, [7], [ended], True, RequestMetrics(0.0))
+    [without] = BeamSearchOutput.of(output, params, None).sequences
+    [kept] = BeamSearchOutput.of(output, replace(params, include_stop_str_in_output=True), None).sequences
+    assert (without.tokens, kept.tokens) == ([7, 8], [7, 8, EOS])
+    assert without.score == kept.score == -8 / 2**2 and without.finish_reason == "stop" and without.text is None
+
+
+def test_beam_search_takes_its_own_parameters(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="no BeamSearchParams"):
+        llm.beam_search("x", GREEDY)  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError, match="n is 5, but this engine runs at most 4"):
+        llm.beam_search("x", BeamSearchParams(5, 4))
 
 
 def test_a_bad_prompt_among_good_ones_computes_nothing(llm: LLM) -> None:

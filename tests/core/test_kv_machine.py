@@ -104,6 +104,38 @@ class KVMachine(RuleBasedStateMachine):
         self.family[child] = self.family[parent]
 
     @precondition(lambda self: self.running())
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1000), min_size=8, max_size=8))
+    def rank_beams(self, data: st.DataObject, tokens: list[int]) -> None:
+        """Of a family's members that have come equally far some go on, once or more; the others become their forks."""
+        first = self.pick(data, self.running())
+        beams = [s for s in self.running() if self.family[s] == self.family[first]]
+        beams = [s for s in beams if s.num_computed == first.num_computed == s.num_tokens][:8]
+        if not beams:
+            return
+        going_on = data.draw(st.sets(st.sampled_from(beams), min_size=1))
+        parents = {s: self.pick(data, list(going_on)) for s in beams if s not in going_on}
+        blocks_before = {b for s in going_on for b in s.block_table}
+        for dropped, parent in parents.items():
+            self.kv.free(dropped)
+            self.kv.fork(parent, dropped)
+            self.tables.pop(dropped, None)
+            dropped.output_token_ids = list(parent.output_token_ids)
+        assert {b for s in beams for b in s.block_table} == blocks_before, "the dropped ones' blocks are free"
+        writers = [(s, s.num_computed + 1) for s in beams]
+        if self.kv.blocks_to_write(writers) > self.kv.pool.num_free:
+            return
+        sharers = [s for s in beams if self.kv.shares_next_write(s)]
+        tables = {s: list(s.block_table) for s in beams}
+        for beam, token in zip(beams, tokens, strict=False):
+            beam.output_token_ids.append(token)
+            assert self.write(beam, beam.num_tokens)
+        copied = [s for s in beams if s.block_table[: len(tables[s])] != tables[s]]
+        outside = {b for s in self.live if s not in beams for b in s.block_table}
+        last = {tables[s][-1] for s in sharers}
+        # In each shared block one may write, unless somebody who is no beam refers to it too.
+        assert len(copied) == len(sharers) - len(last - outside)
+
+    @precondition(lambda self: self.running())
     @rule(data=st.data())
     def swap_out(self, data: st.DataObject) -> None:
         chosen = self.family[self.pick(data, self.running())]

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from paged_model import VOCAB, PagedModel, tokens_alone
 
 from jaxpaged.config import CacheConfig, SchedulerConfig
+from jaxpaged.core.beam import BeamSettings
 from jaxpaged.core.block_keys import root_key
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import InvalidRequestError
@@ -18,6 +19,7 @@ from jaxpaged.request import FinishReason, Request, SamplingParams
 
 MAX_MODEL_LEN = 40
 MAX_DISTURBANCES = 5
+BEAM_SEARCHES = [BeamSettings(), BeamSettings(0.0, True), BeamSettings(1.5, "never"), BeamSettings(-1.0)]
 # Prompts are heads of these, so that they share prefixes of any length.
 STREAMS = np.random.default_rng(5).integers(0, VOCAB, (2, 30)).tolist()
 
@@ -48,6 +50,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
         ignore_eos = draw(st.booleans())
         params = SamplingParams(
             n=draw(st.sampled_from([1, 1, 2, 3])),
+            beam_search=draw(st.sampled_from([None, None, *BEAM_SEARCHES])),
             max_tokens=max_tokens,
             ignore_eos=ignore_eos,
             stop_token_ids=(3,) if draw(st.booleans()) else (),
@@ -132,7 +135,7 @@ class Drive:
         elif what.target < len(self.requests):
             request = self.requests[what.target]
             sequence = request.sequences[what.which % len(request.sequences)]
-            if what.kind == "abort":
+            if what.kind == "abort" or request.beams is not None:  # a beam does not end alone
                 was_finished = request.is_finished
                 assert self.scheduler.abort(request.request_id) is not was_finished
                 assert request.is_finished
@@ -164,7 +167,7 @@ class Drive:
             self.scheduler.drop_kv()
             self.scheduler.check_invariants()
         else:
-            alive = [i for i, s in enumerate(plan.sampled) if not s.is_finished]
+            alive = [i for i, s in enumerate(plan.sampled) if not s.is_finished and s.request.beams is None]
             assert self.scheduler.update(plan, self.model.run(plan)) == alive
         return True
 
@@ -189,7 +192,7 @@ def check_outputs(drive: Drive, max_model_len: int) -> None:
             got, reason = sequence.output_token_ids, sequence.finish_reason
             assert sequence.block_table == sequence.host_blocks == [] and sequence.row == -1
             if reason in (FinishReason.ABORT, FinishReason.ERROR) or sequence.stop_reason == "text":
-                assert got == expected[: len(got)]
+                assert got == expected[: len(got)] or request.beams is not None
                 continue
             assert got == expected
             if got[-1] in request.eos_token_ids and not request.params.ignore_eos:

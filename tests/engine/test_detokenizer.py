@@ -222,6 +222,30 @@ def test_only_what_may_become_a_stop_string_is_held_back(text: str, stops: list[
     assert detokenizer.take() == text[len(text) - held :]
 
 
+@given(
+    st.text("ab", max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 6),
+    st.integers(1, 4),
+)
+def test_a_stop_string_that_ends_before_min_tokens_does_not_count(
+    text: str, stops: list[str], min_tokens: int, chunk: int
+) -> None:
+    """A token is a letter here, so one counts if it ends behind the first `min_tokens` letters."""
+    output = [BYTE_LEVEL.token_to_id(letter) for letter in text]
+    ends = [end for end in range(min_tokens + 1, len(text) + 1) if text[:end].endswith(tuple(stops))]
+    detokenizer = Detokenizer(BYTE_LEVEL, SamplingParams(stop=stops, min_tokens=min_tokens, max_tokens=12), [])
+    got = ""
+    for start in range(0, len(output), chunk):
+        detokenizer.append(output[start : start + chunk], finished=start + chunk >= len(output))
+        got += detokenizer.take()
+    if not ends:
+        assert (got, detokenizer.stop) == (text, None)
+        return
+    stop = max((stop for stop in stops if text[: ends[0]].endswith(stop)), key=len)
+    assert (got, detokenizer.stop) == (text[: ends[0] - len(stop)], stop)
+
+
 def test_a_stop_string_inside_a_token_truncates_and_ends_the_text() -> None:
     the = BYTE_LEVEL.token_to_id("Ġthe")
     assert BYTE_LEVEL.decode([the]) == " the"

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from support import EOS, NUM_TOKENS, Alone, random_model, tiny_config
+from support import EOS, NUM_TOKENS, Alone, make_tiny_tokenizer, random_model, tiny_config
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.errors import ConfigError, InvalidRequestError, QueueFullError
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import OutputKind, SamplingParams
+from jaxpaged.structured_outputs import StructuredOutputs
 from jaxpaged.weights import GenerationConfig
 
 SMALL = EngineConfig(
@@ -59,7 +60,7 @@ def test_logprobs_are_the_dense_log_softmax(engine: Engine, tiny_model: nnx.Modu
     reference = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     assert completion.logprobs is not None and len(completion.logprobs) == len(completion.token_ids)
     for i, entry in enumerate(completion.logprobs):
-        row = reference[len(PROMPT) + i - 1]
+        row = reference[len(PROMPT) + i - 1][:NUM_TOKENS]  # padded ids are never drawn, nor named, nor ranked
         best = np.argsort(-row)[:3]
         drawn = completion.token_ids[i]
         assert next(iter(entry)) == drawn and set(entry) == {drawn, *best.tolist()}
@@ -313,7 +314,7 @@ def warm(request: pytest.FixtureRequest) -> Engine:
     model = random_model(tiny_config(), dtype=jnp.dtype(request.param))
     # A pool that is large beside everything else in a step, so that a copy of one layer of it shows.
     config = with_changes(SMALL, warmup=True, num_blocks=16384, swap_space=1 << 20)
-    return Engine(model, None, config)
+    return Engine(model, make_tiny_tokenizer(), config)
 
 
 class TestPrograms:
@@ -321,7 +322,14 @@ class TestPrograms:
 
     def test_nothing_compiles_after_warm_up(self, warm: Engine) -> None:
         rng = np.random.default_rng(3)
-        for round_ in range(3):
+        unusual: list[dict[str, object]] = [
+            {},
+            {"repetition_penalty": 1.1, "frequency_penalty": 0.5, "prompt_logprobs": 2},
+            {"logit_bias": {7: 1.5}, "min_tokens": 1, "logprob_token_ids": [3]},
+            {"logit_bias": dict.fromkeys(range(272), 0.5), "allowed_token_ids": range(0, 270, 3)},
+            {"structured_outputs": StructuredOutputs(json_object=True), "presence_penalty": 0.1},
+        ]
+        for round_ in range(4):
             for i in range(6):
                 params = SamplingParams(
                     n=int(rng.integers(1, 4)),
@@ -330,6 +338,7 @@ class TestPrograms:
                     min_p=float(rng.choice([0.0, 0.1])),
                     logprobs=None if rng.integers(2) else int(rng.integers(0, 6)),
                     max_tokens=int(rng.integers(1, 9)),
+                    **unusual[int(rng.integers(len(unusual)))],
                 )
                 warm.add_request(f"{round_}-{i}", rng.integers(0, 256, rng.integers(1, 60)).tolist(), params)
             warm.step()

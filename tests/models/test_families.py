@@ -12,9 +12,11 @@ from flax import nnx
 from numpy.typing import NDArray
 from tiny_models import BATCH, CONFIGS, LENGTH, VOCAB, token_ids, weight
 
+from jaxpaged.models.attention import Rope
 from jaxpaged.models.config import model_config_from_hf
 from jaxpaged.models.decoder import DecoderForCausalLM, DecoderLayer
 from jaxpaged.models.registry import get_model_class
+from jaxpaged_kernels import apply_rope
 
 GOLDENS = np.load(Path(__file__).parents[1] / "goldens" / "tiny_models.npz")
 
@@ -44,8 +46,9 @@ class CachedAttention:
         self.values: dict[int, list[NDArray]] = {}
 
     def __call__(
-        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+        self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
     ) -> jax.Array:
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         self.keys.setdefault(layer, []).append(np.float64(k[0]))
         self.values.setdefault(layer, []).append(np.float64(v[0]))
         first = 0 if window is None else max(len(self.keys[layer]) - window, 0)
@@ -89,8 +92,9 @@ def test_tokens_of_several_sequences_in_one_flat_call_do_not_mix() -> None:
     visible = (sequence[:, None] == sequence) & (positions[:, None] >= positions)
 
     def attention(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
     ) -> jax.Array:
+        q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         k, v = (jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v))
         scores = jnp.einsum("qhd,khd->hqk", q, k, precision="highest") * scale
         weights = jax.nn.softmax(jnp.where(visible, scores, -1e30), axis=-1)
@@ -119,7 +123,7 @@ def test_bfloat16_stays_bfloat16_and_near_float32(name: str) -> None:
     seen = []
 
     def attention(
-        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, *, scale: float, window: int | None
+        layer: int, q: jax.Array, k: jax.Array, v: jax.Array, rope: Rope, *, scale: float, window: int | None
     ) -> jax.Array:
         seen.append((layer, q.dtype, k.dtype, v.dtype, scale, window))
         return q
@@ -162,7 +166,7 @@ def test_layers_share_one_trace() -> None:
     graphdef, state = nnx.split(nnx.eval_shape(lambda: DecoderForCausalLM(config, dtype="float32", rngs=nnx.Rngs(0))))
 
     def forward(state: nnx.State, ids: jax.Array) -> jax.Array:
-        return nnx.merge(graphdef, state).hidden_states(ids, ids, lambda i, q, k, v, scale, window: q)
+        return nnx.merge(graphdef, state).hidden_states(ids, ids, lambda i, q, k, v, rope, scale, window: q)
 
     text = jax.jit(forward).lower(state, jnp.arange(4)).as_text()
     for half in (DecoderLayer.before_attention, DecoderLayer.after_attention):

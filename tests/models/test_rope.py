@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxpaged.config import RopeConfig
-from jaxpaged.models.rope import apply_rope, inverse_frequencies, rope_tables
+from jaxpaged.models.rope import inverse_frequencies, rope_tables
+from jaxpaged_kernels import apply_rope
 
 
 def test_rotation_is_a_complex_multiplication_of_the_two_halves() -> None:

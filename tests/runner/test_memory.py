@@ -12,13 +12,21 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.runner.memory import pool_blocks
 
 
-def blocks(stats: dict[str, int] | None, *, max_model_len: int = 160, platform: str = "gpu", **options: Any) -> int:
+def blocks(
+    stats: dict[str, int] | None,
+    *,
+    max_model_len: int = 160,
+    platform: str = "gpu",
+    max_blocks: int | None = None,
+    **options: Any,
+) -> int:
     """Blocks of 1 MiB and 16 tokens, beside 2 GiB of weights and 1 GiB of temporaries."""
     device: Any = SimpleNamespace(platform=platform, memory_stats=lambda: stats)
     return pool_blocks(
         EngineConfig(**options),
         device,
         bytes_per_block=MIB,
+        max_blocks=max_blocks,
         max_model_len=max_model_len,
         weights_bytes=2 * GIB,
         temporaries_bytes=GIB,
@@ -60,3 +68,18 @@ def test_slots_fit_an_int32() -> None:
     assert blocks(None, num_blocks=2**27 - 1) == 2**27 - 1
     with pytest.raises(ConfigError, match=r"134217728 blocks of 16 tokens .* 2147483647"):
         blocks(None, num_blocks=2**27)
+
+
+def test_what_can_be_addressed_limits_a_pool_of_whatever_there_is(caplog: pytest.LogCaptureFixture) -> None:
+    stats = {"bytes_limit": 80 * GIB}
+    assert blocks(stats, gpu_memory_utilization=0.5, max_blocks=37 * 1024) == 37 * 1024 and not caplog.records
+    assert blocks(stats, gpu_memory_utilization=0.5, max_blocks=3000, kv_cache_dtype="int8") == 3000
+    (record,) = caplog.records
+    assert "37888 blocks are more than the 3000 (2.93 GiB)" in record.getMessage()
+    assert blocks(None, platform="cpu", max_blocks=1000) == 1000
+
+
+@pytest.mark.parametrize("size", [{"num_blocks": 3001}, {"kv_cache_memory": 3001 * MIB}])
+def test_what_can_be_addressed_refuses_a_pool_that_was_asked_for(size: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=r"3001 blocks .* 3000 .* 2 GiB.*lower num_blocks or kv_cache_memory, or"):
+        blocks(None, max_blocks=3000, kv_cache_dtype="int8", **size)

@@ -1,7 +1,8 @@
 """An engine without a model: the interface of `Engine`, with text that is known beforehand.
 
 Sequence i of a request writes "abcd...", from letter i on when it samples and from "a" when it is greedy, or what
-`scripts` has for its prompt's text.
+`scripts` has for its prompt's text. The embedding of a prompt, before it is normalized, is its length, its last and its
+first token, and 1 where the pooling is "mean".
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import string
 import time
 from collections import Counter
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,18 +18,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.config import CacheConfig, EngineConfig, SchedulerConfig
-from jaxpaged.core.plan import StepResult
+from jaxpaged.core.grammar import Grammar
+from jaxpaged.core.plan import PoolSpan, PositionLogprobs, StepResult
 from jaxpaged.core.stats import SchedulerStats
+from jaxpaged.engine.embedding_builder import EmbeddingBuilder
 from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.engine.stats import EngineStats
 from jaxpaged.engine.validation import check_params, check_prompt
 from jaxpaged.errors import QueueFullError
+from jaxpaged.grammars import GrammarCompiler
 from jaxpaged.outputs import RequestOutput
+from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import FinishReason, Request, SamplingParams, Sequence, SequenceStatus
+from jaxpaged.structured_outputs import StructuredOutputs
 from jaxpaged.weights.generation import GenerationConfig
 
 MAX_MODEL_LEN = 256
 VOCAB_SIZE = 260
+HIDDEN_SIZE = 4
 BOS, EOS, IM_START, IM_END = 256, 257, 258, 259
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
@@ -60,8 +68,9 @@ class FakeEngine:
         step_s: seconds that a step takes.
         fail_steps: the requests of that many next steps end with an error.
         dies: the next step raises.
-        params: sampling parameters of every request so far, by request id.
+        params: sampling parameters of every request so far that was not for an embedding, by request id.
         held: tokens in memory, by request id.
+        broken: what was written although its grammar does not allow it.
     """
 
     def __init__(
@@ -69,11 +78,12 @@ class FakeEngine:
     ) -> None:
         self.tokenizer = tokenizer or make_tokenizer()
         self.config = EngineConfig(max_num_seqs=max_num_seqs)
-        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE)
+        self.model_config = SimpleNamespace(vocab_size=VOCAB_SIZE, hidden_size=HIDDEN_SIZE)
         self.scheduler_config = SchedulerConfig(MAX_MODEL_LEN, max_num_seqs, max_num_queued_requests=max_queued)
         self.cache_config = CacheConfig(num_blocks=1 + max_num_seqs * MAX_MODEL_LEN // 16)
         self.generation = GenerationConfig(eos_token_ids=(EOS,), bos_token_id=BOS, temperature=0.6, top_p=0.9)
         self.model_name = "fake"
+        self.grammars = GrammarCompiler(self.tokenizer, (EOS,), VOCAB_SIZE)
         self.scripts: dict[str, list[int]] = {}
         self.step_s = step_s
         self.fail_steps = 0
@@ -82,6 +92,7 @@ class FakeEngine:
         self.requests: dict[str, Request] = {}
         self.all_requests: list[Request] = []
         self.is_shut_down = False
+        self.broken: list[str] = []
         self.cache_resets = 0
         self._builders: dict[str, OutputBuilder] = {}
         self._running: list[Request] = []
@@ -100,14 +111,20 @@ class FakeEngine:
         self,
         request_id: str,
         prompt: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         arrival_time: float | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         assert request_id not in self._builders
         limits = self.scheduler_config
+        if isinstance(params, PoolingParams):
+            request = Request(request_id, list(prompt), SamplingParams(), max_tokens=0, seed=0, pooling=params)
+            request.priority, request.cache_salt = priority, cache_salt
+            self._add_pooling(request, params)
+            return
         check_params(
             params,
             vocab_size=VOCAB_SIZE,
@@ -125,15 +142,28 @@ class FakeEngine:
             params,
             max_tokens=min(params.max_tokens or room, room),
             seed=params.seed or 0,
+            eos_token_ids=frozenset({EOS}),
             arrival_time=arrival_time or time.monotonic(),
             priority=priority,
             cache_salt=cache_salt,
+            grammar=grammar,
         )
         request.num_cached_tokens = len(prompt) // 16 * 16
         self.params[request_id] = params
         self.all_requests.append(request)
         self._waiting.append(request)
         self._builders[request_id] = OutputBuilder(request, self.tokenizer)
+
+    def compile_grammar(self, wanted: StructuredOutputs) -> Future[Grammar]:
+        return self.grammars.compile(wanted)
+
+    def _add_pooling(self, request: Request, params: PoolingParams) -> None:
+        prompt = request.prompt_token_ids
+        check_prompt(prompt, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, draws=False)
+        request.num_cached_tokens = len(prompt) // 16 * 16
+        self.all_requests.append(request)
+        self._waiting.append(request)
+        self._builders[request.request_id] = EmbeddingBuilder(request, params)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
         builder = self._builders.pop(request_id, None)
@@ -207,11 +237,28 @@ class FakeEngine:
         if times.first_token_time is None:
             times.first_scheduled_time = times.first_token_time = now
             self._prompt_tokens += len(request.prompt_token_ids)
+            if request.params.prompt_logprobs is not None:
+                builder.append_prompt(request.prompt_token_ids[1:], self._prompt_logprobs(request), 0)
         times.last_token_time = now
+        if isinstance(builder, EmbeddingBuilder) and request.pooling is not None:
+            ids = request.prompt_token_ids
+            total = np.float32([len(ids), ids[-1], ids[0], request.pooling.pooling == "mean"])
+            builder.add(PoolSpan(request, 0, 1, is_first=True, is_last=True), total)
+            self._end(request.sequences[0], FinishReason.STOP)
         for sequence in request.sequences:
             if not sequence.is_finished:
                 self._draw(request, sequence, builder)
         return self._output(request)
+
+    def _prompt_logprobs(self, request: Request) -> PositionLogprobs:
+        """As those of drawn tokens: each is the second most probable one. Token 0 has -inf."""
+        ids, top = np.int32(request.prompt_token_ids[1:]), max(request.params.prompt_logprobs or 0, 1)
+        return PositionLogprobs(
+            np.where(ids == 0, -np.inf, -1.0).astype(np.float32),
+            np.full(len(ids), 2, np.int32),
+            (ids[:, None] + np.arange(top) - 1) % VOCAB_SIZE,
+            np.tile(np.float32([-0.5 * (i + 1) for i in range(top)]), (len(ids), 1)),
+        )
 
     def _draw(self, request: Request, sequence: Sequence, builder: OutputBuilder) -> None:
         params, step = request.params, len(sequence.output_token_ids)
@@ -229,6 +276,13 @@ class FakeEngine:
             self._end(sequence, FinishReason.STOP, token)
         elif step + 1 == request.max_tokens:
             self._end(sequence, FinishReason.LENGTH)
+        if sequence.matcher is not None:
+            sequence.matcher.accept(token)
+            self.broken += [sequence.matcher.error] * (sequence.matcher.error is not None)
+            if sequence.matcher.is_finished and not sequence.is_finished:
+                self._end(sequence, FinishReason.STOP)
+        if request.beams is not None:  # its tokens are known at the end
+            return
         top = params.logprobs or 0
         # The drawn token is the second most probable one; the others follow by id.
         best = np.int32([[(token + i - 1) % VOCAB_SIZE for i in range(max(top, 1))]])
@@ -238,6 +292,8 @@ class FakeEngine:
             np.int32([2]),
             best,
             np.float32([[-0.5 * (i + 1) for i in range(best.shape[1])]]),
+            np.full((1, len(params.logprob_token_ids)), -np.inf, np.float32),
+            np.full((1, len(params.logprob_token_ids)), VOCAB_SIZE, np.int32),
         )
         stop = builder.append(sequence, result, 0)
         if stop is not None:

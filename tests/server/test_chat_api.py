@@ -125,9 +125,7 @@ async def test_token_ids(client: Client) -> None:
         ({"continue_final_message": True}, "body.continue_final_message", "cannot both be true"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "--trust-request-chat-template"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
-        ({"tools": []}, "tools", "not supported"),
-        ({"tool_choice": "auto"}, "tool_choice", "not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        ({"response_format": {"type": "xml"}}, "response_format", "must have one of text, json_object"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "input_tokens", "maximum context length is 256"),
     ],
 )

@@ -28,6 +28,15 @@ async def test_models(start_server: StartServer) -> None:
     assert status == 404 and answer["error"]["message"] == "The model `fake` does not exist."
 
 
+@pytest.mark.parametrize("name", ["a%2Fb", "a%0Ab", "%7Ba%7D", "%C2%91"])
+async def test_odd_names_in_paths_get_an_error_of_the_apis_shape(client: Client, name: str) -> None:
+    for path in (f"/v1/models/{name}", f"/v1/responses/{name}"):
+        status, answer = await client.get(path)
+        assert status == 404 and answer["error"]["type"] == "NotFoundError"
+    status, answer = await client.post(f"/v1/responses/{name}/cancel")
+    assert status == 404 and answer["error"]["type"] == "NotFoundError"
+
+
 async def test_answers_carry_the_name_that_was_asked_for(start_server: StartServer) -> None:
     client = await start_server(served_model_names=("main", "alias"))
     assert (await client.complete())["model"] == "main"
@@ -216,7 +225,7 @@ async def test_metrics(client: Client) -> None:
             ("stop",): 0, ("length",): 3, ("abort",): 0, ("error",): 0,
         }  # fmt: skip
         [info] = values[prefix + "cache_config_info"]
-        assert sorted(info) == sorted(("16", "129", "0", "True"))
+        assert sorted(info) == sorted(("16", "auto", "129", "0", "True"))
     assert "process_resident_memory_bytes" in values
 
 
@@ -231,7 +240,9 @@ async def test_openapi_document(client: Client) -> None:
     assert status == 200 and document["openapi"] == "3.1.0"
     assert document["paths"].keys() == {
         "/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/models/{model}", "/health", "/ping", "/version",
-        "/metrics", "/load", "/tokenize", "/detokenize", "/openapi.json",
+        "/metrics", "/load", "/tokenize", "/detokenize", "/openapi.json", "/v1/responses",
+        "/v1/embeddings",
+        "/v1/responses/{response_id}", "/v1/responses/{response_id}/cancel",
     }  # fmt: skip
     assert document["paths"]["/ping"].keys() == {"get", "post"}
     schemas = document["components"]["schemas"]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from server.live_server import Client
 
+from jaxpaged.server.embeddings_protocol import EmbeddingsRequest
 from jaxpaged.server.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -16,10 +17,13 @@ from jaxpaged.server.protocol import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
+from jaxpaged.server.responses_api.protocol import ResponsesRequest
 
 MODELS = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatCompletionRequest,),
+    "/v1/responses": (ResponsesRequest,),
+    "/v1/embeddings": (EmbeddingsRequest,),
     "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
 }
@@ -30,6 +34,8 @@ VALUES: list[Any] = [
     {"role": "user", "content": "x"}, [{"role": "user", "content": "x"}], [{"role": "bad", "content": []}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": ["x", 1]}], [{}],
     [{"role": "user", "content": None}, {"role": "assistant", "content": "y", "tool_calls": [1]}],
+    [{"type": "function", "function": {"name": "f"}}], {"type": "function", "function": {"name": "f"}},
+    [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}],
 ]  # fmt: skip
 
 
@@ -38,7 +44,9 @@ VALUES: list[Any] = [
 async def test_random_bodies(client: Client, path: str, seed: int) -> None:
     rng = random.Random(seed)
     names = [name for model in MODELS[path] for name in model.model_fields]
-    good = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [1]}
+    good = {"prompt": "hi", "messages": [{"role": "user", "content": "hi"}], "tokens": [1], "input": "hi"}
+    if path == "/v1/responses":
+        del good["prompt"]  # something else there
     statuses = set()
     for _ in range(100):
         body = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randint(0, min(3, len(names))))}
@@ -52,7 +60,10 @@ async def test_random_bodies(client: Client, path: str, seed: int) -> None:
         if status != 200:
             assert answer["error"]["message"] and answer["error"]["code"] == status
         elif body.get("stream"):
-            assert answer.endswith("data: [DONE]\n\n") and '"error"' not in answer
+            if path == "/v1/responses":
+                assert "\nevent: response.completed\n" in answer or "\nevent: response.incomplete\n" in answer
+            else:
+                assert answer.endswith("data: [DONE]\n\n") and '"error"' not in answer
         else:
             json.dumps(answer, allow_nan=False)
     assert {200, 400} <= statuses

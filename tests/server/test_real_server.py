@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
+from beam_reference import beam_search
 from flax import nnx
 from server.live_server import Client, running_server
 from server.test_serve import LOCAL, serving
-from support import EOS, Alone
+from support import EOS, Alone, dense_logprobs
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
+from jaxpaged.models.attention import DenseAttention
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.weights import GenerationConfig
 
@@ -125,6 +127,26 @@ async def test_many_prompts_and_choices(client: Client, alone: Alone, tiny_token
         expected = Expected(alone, tiny_tokenizer, prompt, 12, seed=40 + k, **SAMPLED)
         expected.check(choice)
         expected.check(joined(events, i))
+
+
+async def test_beam_search(client: Client, tiny_model: nnx.Module, tiny_tokenizer: Any) -> None:
+    prompt, next_logprobs = tiny_tokenizer.encode(PROMPT), dense_logprobs(tiny_model)
+    found = beam_search(
+        lambda output: next_logprobs(prompt + output),
+        width=3,
+        max_tokens=12,
+        stop_ids=(),
+        length_penalty=0.5,
+        early_stopping=False,
+    )
+    body = {"prompt": PROMPT, "use_beam_search": True, "max_tokens": 12, "ignore_eos": True, "length_penalty": 0.5}
+    answers = [client.complete(**body, n=3, return_token_ids=True), client.complete(prompt=PROMPT, max_tokens=12)]
+    answer, _ = await asyncio.gather(*answers)
+    for choice, expected in zip(answer["choices"], found, strict=True):
+        assert choice["token_ids"] == expected.token_ids and choice["finish_reason"] == "length"
+        assert choice["text"] == tiny_tokenizer.decode(expected.token_ids, skip_special_tokens=True)
+    error = await client.error(PATH, {**body, "n": 6})
+    assert error["param"] == "n" and "max_logprobs" in error["message"]
 
 
 async def test_openai_chat(ai: openai.AsyncOpenAI, alone: Alone, tiny_tokenizer: Any) -> None:
@@ -348,3 +370,20 @@ async def test_a_stop_under_load(
     assert reasons == ({"length"} if timeout_s > 1 else {"abort"})
     stats = engine.stats().scheduler
     assert stats.num_free_blocks == stats.num_total_blocks and not engine.has_unfinished_requests()
+
+
+async def test_embeddings_beside_completions(
+    ai: openai.AsyncOpenAI, tiny_model: nnx.Module, tiny_tokenizer: Any, alone: Alone
+) -> None:
+    texts = ["a", PROMPT, PROMPT * 3]
+    answer, completion = await asyncio.gather(
+        ai.embeddings.create(model="tiny", input=texts),
+        ai.completions.create(model="tiny", prompt=PROMPT, max_tokens=9, temperature=0),
+    )
+    assert completion.choices[0].text == Expected(alone, tiny_tokenizer, PROMPT, 9).text
+    for text, found in zip(texts, answer.data, strict=True):
+        ids = tiny_tokenizer.encode(text)
+        attention = DenseAttention(1, len(ids))
+        last = np.float64(tiny_model.hidden_states(jnp.array(ids), jnp.arange(len(ids)), attention)[-1])
+        np.testing.assert_allclose(found.embedding, last / np.linalg.norm(last), atol=1e-5)
+    assert answer.usage.prompt_tokens == sum(len(tiny_tokenizer.encode(text)) for text in texts)

@@ -21,17 +21,18 @@ STEP = {5: Logprob(-math.inf, 9, "é"), 1: Logprob(-0.1, 1, "x"), 2: Logprob(-0.
 
 
 def test_minus_infinity_is_minus_9999() -> None:
-    logprobs, _ = completion_logprobs([STEP], 0)
+    logprobs = completion_logprobs([STEP], [0])
     assert logprobs is not None and logprobs.token_logprobs == [-9999.0]
     chat = chat_logprobs([STEP], 1)
     assert chat is not None and chat.content[0].logprob == -9999.0
 
 
 def test_tokens_of_one_text_collapse_to_the_more_probable() -> None:
-    logprobs, offset = completion_logprobs([STEP, STEP], 7)
+    logprobs = completion_logprobs([None, STEP], [7, 8], first="f")
     assert logprobs is not None
-    assert logprobs.top_logprobs[0] == {"é": -9999.0, "x": -0.1, "y": -0.3}
-    assert logprobs.text_offset == [7, 8] and offset == 9
+    assert logprobs.top_logprobs == [None, {"é": -9999.0, "x": -0.1, "y": -0.3}]
+    assert logprobs.token_logprobs == [None, -9999.0] and logprobs.tokens == ["f", "é"]
+    assert logprobs.text_offset == [7, 8]
 
 
 def test_chat_logprobs_have_utf8_bytes_and_the_most_probable_tokens() -> None:
@@ -49,7 +50,7 @@ def test_names_by_token_id() -> None:
 
 
 def test_no_logprobs() -> None:
-    assert chat_logprobs(None, 0) is None and completion_logprobs(None, 3) == (None, 3)
+    assert chat_logprobs(None, 0) is None and completion_logprobs(None, []) is None
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,8 @@ def test_output_kind_follows_stream() -> None:
         ({"shutdown_timeout_s": -1}, "at least 0"),
         ({"shutdown_timeout_s": math.nan}, "at least 0"),
         ({"log_interval_s": 0}, "above 0"),
+        ({"stream_interval": 0}, "at least 1"),
+        ({"response_store_bytes": -1}, "at least 0"),
         ({"api_keys": ("a", "")}, "empty"),
     ],
 )

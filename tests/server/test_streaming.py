@@ -70,11 +70,12 @@ async def test_usage_chunk(client: Client, path: str) -> None:
     body = {"max_tokens": 3, **({"messages": USER} if path == CHAT else {"prompt": "hi"})}
     num_prompt = 22 if path == CHAT else 3
 
-    def usage(num_output: int) -> dict[str, int]:
+    def usage(num_output: int) -> dict[str, int | None]:
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
             "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": None,
         }
 
     *chunks, last = await client.events(path, stream_options={"include_usage": True}, **body)
