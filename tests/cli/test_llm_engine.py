@@ -232,7 +232,7 @@ def test_what_cannot_be_served(tiny_model: nnx.Module, tiny_tokenizer: Any) -> N
         (None, tiny_tokenizer, {}, "NoneType is no model"),
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tiny_tokenizer, {}, "Linear is no model"),
         (tiny_model, "x", {}, "str is not a fast tokenizer"),
-        (tiny_model, tiny_tokenizer, {"attention": "nope"}, "must be one of xla"),
+        (tiny_model, tiny_tokenizer, {"attention": "nope"}, "must be one of triton, xla"),
         (tiny_model, tiny_tokenizer, {"swap_space": "99999TiB"}, "lower swap_space"),
     ):
         with pytest.raises(ConfigError, match=words):
