@@ -62,10 +62,7 @@ def decode_tile(target: Target, head_dim: int, itemsize: int, kv_itemsize: int) 
 def prefill_tile(target: Target, head_dim: int, itemsize: int, kv_itemsize: int) -> Tile:
     """For many query tokens a row; arguments as of `decode_tile`."""
     if itemsize == 4:
-        wide = head_dim > 64
-        if kv_itemsize == 1:
-            return Tile(rows=32 if head_dim <= 128 else 16, keys=16, warps=8 if wide else 4, stages=1)
-        return Tile(rows=32 if head_dim <= 128 else 16, keys=16 if wide else 32, warps=8 if wide else 4, stages=_STAGES)
+        return Tile(rows=32 if head_dim <= 128 else 16, keys=16, warps=8, stages=1 if kv_itemsize == 1 else 3)
     if _capability(target) >= (9, 0) and not _has_small_shared_memory(target):
         # Two warp groups of 64 rows: each step of K and V that is read serves twice the products.
         return Tile(rows=128, keys=64 if head_dim <= 128 else 32, warps=8, stages=_STAGES)
