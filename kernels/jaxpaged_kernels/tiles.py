@@ -54,8 +54,9 @@ def decode_tile(target: Target, head_dim: int, itemsize: int, kv_itemsize: int) 
         return Tile(rows=16, keys=keys, warps=4 if head_dim <= 128 else 8, stages=_STAGES)
     # Two steps of 16 KiB of K and as much of V, from two or three blocks a core, are more than DRAM's latency hides.
     keys = 64 if head_dim <= 128 else 32
-    if kv_itemsize == 1 and head_dim > 64:
-        keys = 32  # conversion takes registers
+    if kv_itemsize == 1 and head_dim > 64:  # conversion takes registers
+        keys = 32 if head_dim <= 128 else 16
+        return Tile(rows=16, keys=keys, warps=4, stages=_STAGES)
     return Tile(rows=16, keys=keys // 2 if _has_small_shared_memory(target) else keys, warps=4, stages=_STAGES)
 
 
@@ -64,8 +65,10 @@ def prefill_tile(target: Target, head_dim: int, itemsize: int, kv_itemsize: int)
     if itemsize == 4:
         return Tile(rows=32 if head_dim <= 128 else 16, keys=16, warps=8, stages=1 if kv_itemsize == 1 else 3)
     if _capability(target) >= (9, 0) and not _has_small_shared_memory(target):
-        # Two warp groups of 64 rows: each step of K and V that is read serves twice the products.
-        return Tile(rows=128, keys=64 if head_dim <= 128 else 32, warps=8, stages=_STAGES)
+        # Two warp groups of 64 rows: each step of K and V that is read serves twice the products. Conversion of the
+        # widest heads leaves no registers for it.
+        rows = 64 if kv_itemsize == 1 and head_dim > 128 else 128
+        return Tile(rows=rows, keys=64 if head_dim <= 128 else 32, warps=8, stages=_STAGES)
     # No wgmma: operands pass through registers, so a wide head leaves room for fewer keys and needs more threads.
     if _has_small_shared_memory(target) and head_dim > 64:
         return Tile(rows=64, keys=16, warps=4 if head_dim <= 128 else 8, stages=_STAGES)
