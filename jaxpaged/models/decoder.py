@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 from jaxpaged.config import ModelConfig
 from jaxpaged.models.attention import AttentionFn, DenseAttention
 from jaxpaged.models.hf_config import HFConfig
-from jaxpaged.models.layers import MLP, Embedding, Initializer, Linear, RMSNorm, matmul_transposed
+from jaxpaged.models.layers import MLP, Embedding, Initializer, Linear, RMSNorm
+from jaxpaged.models.products import PLAIN_PRODUCTS, Products
 from jaxpaged.models.rope import rope_tables
 
 
@@ -33,16 +34,13 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, init=init) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, eps=config.rms_norm_eps, init=init) if config.qk_norm else None
 
-    def qkv(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Normalized activations [T, E] -> q [T, H, D], k and v [T, KVH, D]; for Qwen3 q and k normed, too."""
-        q, k, v = (p(x).reshape(x.shape[0], -1, self.head_dim) for p in (self.q_proj, self.k_proj, self.v_proj))
+    def qkv(self, x: jax.Array, norm: RMSNorm, how: Products) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Residual stream [T, E] -> q [T, H, D], k and v [T, KVH, D]; for Qwen3 q and k normed, too."""
+        heads = how.project(x, self.q_proj, self.k_proj, self.v_proj, norm=norm)
+        q, k, v = (y.reshape(x.shape[0], -1, self.head_dim) for y in heads)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
-
-    def output(self, attended: jax.Array) -> jax.Array:
-        """[T, H, D] -> [T, E]."""
-        return self.o_proj(attended.reshape(attended.shape[0], -1))
 
 
 class DecoderLayer(nnx.Module):
@@ -59,15 +57,17 @@ class DecoderLayer(nnx.Module):
         self.mlp = MLP(config.hidden_size, config.intermediate_size, bias=config.mlp_bias, init=init)
 
     @jax.jit
-    def before_attention(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def before_attention(self, x: jax.Array, how: Products) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Residual stream [T, E] -> q [T, H, D], k and v [T, KVH, D]."""
-        return self.self_attn.qkv(self.input_layernorm(x))
+        return self.self_attn.qkv(x, self.input_layernorm, how)
 
     @jax.jit
-    def after_attention(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+    def after_attention(self, x: jax.Array, attended: jax.Array, how: Products) -> jax.Array:
         """Residual stream [T, E] and attention's result [T, H, D] -> the next layer's residual stream [T, E]."""
-        x = x + self.self_attn.output(attended)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        (x,) = how.project(attended.reshape(attended.shape[0], -1), self.self_attn.o_proj, residual=x)
+        (h,) = how.project(x, self.mlp.gate_proj, self.mlp.up_proj, norm=self.post_attention_layernorm, swiglu=True)
+        (x,) = how.project(h, self.mlp.down_proj, residual=x)
+        return x
 
 
 class Decoder(nnx.Module):
@@ -99,24 +99,27 @@ class DecoderForCausalLM(nnx.Module):
         """The fields of `ModelConfig` in which the families differ, by the rules and defaults of this family."""
         raise NotImplementedError
 
-    def hidden_states(self, token_ids: jax.Array, positions: jax.Array, attention: AttentionFn) -> jax.Array:
+    def hidden_states(
+        self, token_ids: jax.Array, positions: jax.Array, attention: AttentionFn, how: Products = PLAIN_PRODUCTS
+    ) -> jax.Array:
         """Final-norm hidden states [T, E] of `token_ids` [T] int32 at `positions` [T] int32.
 
-        `attention` is called once a layer, in order; only it knows which tokens belong together.
+        `attention` is called once a layer, in order; only it knows which tokens belong together. `how` says how
+        to multiply by weights.
         """
         config = self.config
         x = self.model.embed_tokens(token_ids)
         rope = rope_tables(config.rope, config.head_dim, positions)
         for i, layer in enumerate(self.model.layers):
-            q, k, v = layer.before_attention(x)
+            q, k, v = layer.before_attention(x, how)
             attended = attention(i, q, k, v, rope, scale=config.head_dim**-0.5, window=config.window(i))
-            x = layer.after_attention(x, attended)
+            x = layer.after_attention(x, attended, how)
         return self.model.norm(x)
 
-    def logits(self, hidden: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, how: Products = PLAIN_PRODUCTS) -> jax.Array:
         """Hidden states [N, E] -> logits [N, V] float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return matmul_transposed(hidden, head.weight[...])
+        return how.logits(hidden, head.weight[...])
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Logits [B, L, V] float32 of whole sequences [B, L] int32: dense causal attention, no cache, no padding."""

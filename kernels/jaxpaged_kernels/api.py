@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from jaxpaged_kernels import reference, xla
+from jaxpaged_kernels import native_attention, reference, xla
 from jaxpaged_kernels.checks import check_arrays, check_options, check_rows, check_target
 from jaxpaged_kernels.target import current_target
 
@@ -54,12 +54,16 @@ def _mosaic(*args: Any, **kwargs: Any) -> jax.Array:
 
 IMPLEMENTATIONS: dict[str, Attention] = {
     "triton": _triton,
+    "native": native_attention.paged_attention,
     "xla": xla.paged_attention,
     "reference": reference.paged_attention,
 }
 
 # Best first, by platform. A name that is not among IMPLEMENTATIONS is passed over, with a warning.
-PREFERENCES: dict[str, tuple[str, ...]] = {"gpu": ("triton", "xla", "reference")}
+PREFERENCES: dict[str, tuple[str, ...]] = {
+    "gpu": ("triton", "xla", "reference"),
+    "cpu": ("native", "xla", "reference"),
+}
 DEFAULT_PREFERENCE = ("xla", "reference")
 
 

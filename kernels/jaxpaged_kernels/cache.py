@@ -7,6 +7,7 @@ pools updates them in place when they are donated to the jitted program that cal
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxpaged_kernels import native
 from jaxpaged_kernels.quantize import LARGEST, quantize
 from jaxpaged_kernels.target import current_target
 
@@ -37,6 +39,20 @@ def pool_dtype(dtype: DTypeLike, platform: str | None = None) -> jnp.dtype:
     if platform == "cpu":
         return next((bits for bits, values in _BITS.items() if values == dtype), dtype)
     return dtype
+
+
+def new_pool(shape: tuple[int, ...], dtype: DTypeLike, device: jax.Device) -> jax.Array:
+    """Zeros on `device`. With the native kernels a pool takes memory only where it has been written."""
+    if device.platform != "cpu" or native.why_unavailable() is not None:
+        return jnp.zeros(shape, dtype, device=device)
+    pool: jax.Array = _untouched_zeros(shape, jnp.dtype(dtype), device)()
+    return pool
+
+
+@functools.cache
+def _untouched_zeros(shape: tuple[int, ...], dtype: jnp.dtype, device: jax.Device) -> jax.stages.Wrapped:
+    zeros = jax.ffi.ffi_call("jaxpaged_zeros", jax.ShapeDtypeStruct(shape, dtype))
+    return jax.jit(zeros, out_shardings=jax.sharding.SingleDeviceSharding(device))
 
 
 def write_kv(

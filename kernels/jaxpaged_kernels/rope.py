@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jaxpaged_kernels import native, native_attention
 from jaxpaged_kernels.cache import value_dtype, write_kv, write_quantized_kv
 from jaxpaged_kernels.checks import check_rotation, check_target
 from jaxpaged_kernels.target import current_target
@@ -41,7 +42,7 @@ def rotate_and_write_kv(
         pools: (K, V), or (K, V, K scales, V scales), as for the functions named above; donate them.
         slots: [T] int32, block id * block_size + offset in the block; a token whose slot is outside the pool is not
             stored.
-        implementation: "triton" or "xla"; None = by device.
+        implementation: "triton", "native" or "xla"; None = by device.
 
     Returns:
         The rotated q, and the pools.
@@ -49,12 +50,13 @@ def rotate_and_write_kv(
     Raises:
         ValueError: shapes or dtypes that do not fit each other, an implementation that does not exist, or fp8 pools on
             an NVIDIA GPU below compute capability 8.9.
-        NotImplementedError: "triton" was asked for with pools of raw bits, which only a CPU needs.
+        NotImplementedError: "triton" was asked for with pools of raw bits, which only a CPU needs, or "native" where
+            it cannot run.
     """
     if implementation is None:
-        implementation = "triton" if current_target().platform == "gpu" else "xla"
-    if implementation not in ("triton", "xla"):
-        raise ValueError(f"implementation {implementation!r} does not exist: use one of triton, xla")
+        implementation = _best(q, k, v)
+    if implementation not in ("triton", "native", "xla"):
+        raise ValueError(f"implementation {implementation!r} does not exist: use one of triton, native, xla")
     check_rotation(q, k, v, pools, slots)
     half = (q.shape[0], q.shape[2] // 2)
     if q.shape[2] % 2 or cos.shape != half or sin.shape != half:
@@ -62,14 +64,23 @@ def rotate_and_write_kv(
             f"cos is {list(cos.shape)} and sin {list(sin.shape)}, but q of {list(q.shape)} needs {list(half)}"
         )
     check_target(pools[0].dtype, current_target())
-    if implementation == "triton" and q.size > 0:
-        jax.eval_shape(_write, k, v, pools, slots)  # its checks
+    if implementation == "xla" or q.size == 0:
+        return apply_rope(q, cos, sin), _write(apply_rope(k, cos, sin), v, pools, slots)
+    jax.eval_shape(_write, k, v, pools, slots)  # its checks
+    if implementation == "triton":
         if value_dtype(pools[0].dtype) != pools[0].dtype:
             raise NotImplementedError(f"triton cannot write pools of raw bits ({pools[0].dtype}): use xla")
         from jaxpaged_kernels import triton_write  # see api.py
 
         return triton_write.rotate_and_write_kv(q, k, v, cos, sin, pools, slots)
-    return apply_rope(q, cos, sin), _write(apply_rope(k, cos, sin), v, pools, slots)
+    return native_attention.rotate_and_write_kv(q, k, v, cos, sin, pools, slots)
+
+
+def _best(q: jax.Array, k: jax.Array, v: jax.Array) -> str:
+    platform = current_target().platform
+    if platform == "cpu" and native.why_unavailable() is None and q.dtype == k.dtype == v.dtype:
+        return "native"
+    return "triton" if platform == "gpu" else "xla"
 
 
 def _write(k: jax.Array, v: jax.Array, pools: tuple[jax.Array, ...], slots: jax.Array) -> tuple[jax.Array, ...]:

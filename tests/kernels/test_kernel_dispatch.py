@@ -35,9 +35,12 @@ def pick(caplog: pytest.LogCaptureFixture, arguments: dict[str, jax.Array], time
     return caplog.records
 
 
-def test_pick_is_logged_once(caplog: pytest.LogCaptureFixture, arguments: dict[str, jax.Array]) -> None:
+def test_pick_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Array]
+) -> None:
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "native", api.IMPLEMENTATIONS["xla"])
     (record,) = pick(caplog, arguments, times=3)
-    assert record.levelno == logging.INFO and "'xla'" in record.getMessage()
+    assert record.levelno == logging.INFO and "'native'" in record.getMessage()
 
 
 def test_gpu_warns_that_its_kernel_is_missing(
@@ -53,15 +56,15 @@ def test_gpu_warns_that_its_kernel_is_missing(
 def test_the_next_is_asked_when_one_refuses(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Array]
 ) -> None:
-    monkeypatch.setitem(api.IMPLEMENTATIONS, "xla", refuse)
+    monkeypatch.setitem(api.IMPLEMENTATIONS, "native", refuse)
     (record,) = pick(caplog, arguments)
     assert record.levelno == logging.WARNING
-    assert "'reference'" in record.getMessage() and "xla: heads too large" in record.getMessage()
+    assert "'xla'" in record.getMessage() and "native: heads too large" in record.getMessage()
 
 
 def test_none_can(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Array]) -> None:
     monkeypatch.setattr(api, "IMPLEMENTATIONS", {"xla": refuse})
-    with pytest.raises(NotImplementedError, match="xla: heads too large; reference: not part"):
+    with pytest.raises(NotImplementedError, match=r"native: not part.*xla: heads too large; reference: not part"):
         paged_attention(**arguments, scale=1.0)
 
 
@@ -75,7 +78,9 @@ def test_forced(monkeypatch: pytest.MonkeyPatch, arguments: dict[str, jax.Array]
 
 
 def test_unknown_implementation(arguments: dict[str, jax.Array]) -> None:
-    with pytest.raises(ValueError, match="implementation 'cuda' does not exist: use one of triton, xla, reference"):
+    with pytest.raises(
+        ValueError, match="implementation 'cuda' does not exist: use one of triton, native, xla, reference"
+    ):
         paged_attention(**arguments, scale=1.0, implementation="cuda")
 
 

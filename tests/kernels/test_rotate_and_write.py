@@ -95,7 +95,7 @@ def arguments(**changes: object) -> dict[str, object]:
         ({"q": jnp.ones((5, 8))}, r"q is \[5, 8\]"),
         ({"pools": (jnp.zeros((3, 16, 2, 8)),)}, "1 pools were given"),
         ({"slots": jnp.zeros(5)}, "slots are float32"),
-        ({"implementation": "cuda"}, "'cuda' does not exist: use one of triton, xla"),
+        ({"implementation": "cuda"}, "'cuda' does not exist: use one of triton, native, xla"),
     ],
 )
 @pytest.mark.parametrize("implementation", ["xla", "triton"])

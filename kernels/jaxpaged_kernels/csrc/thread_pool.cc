@@ -1,0 +1,133 @@
+#include "thread_pool.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <thread>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+
+namespace jaxpaged {
+namespace {
+
+inline void pause() {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+int usable_processors() {
+#if defined(__linux__)
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+#endif
+  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+// The kernels of a step follow each other within microseconds, and waking a thread takes longer than that: a worker looks
+// out for the next call for this long before it sleeps.
+constexpr auto kSpin = std::chrono::microseconds(50);
+
+class Pool {
+ public:
+  explicit Pool(int num_workers) : num_workers_(num_workers) {
+    for (int i = 0; i < num_workers; ++i) std::thread([this] { work(); }).detach();
+  }
+
+  int num_threads() const { return num_workers_ + 1; }
+
+  void run(int64_t num_tasks, Task task, void* context) {
+    std::unique_lock lock(calls_, std::try_to_lock);
+    if (!lock.owns_lock() || num_workers_ == 0 || num_tasks < 2) {
+      for (int64_t i = 0; i < num_tasks; ++i) task(context, i);
+      return;
+    }
+    task_ = task;
+    context_ = context;
+    num_tasks_ = num_tasks;
+    next_.store(0, std::memory_order_relaxed);
+    // From here on workers may join.
+    generation_ += kGeneration;
+    state_.store(generation_ | kOpen, std::memory_order_seq_cst);
+    if (sleeping_.load(std::memory_order_seq_cst) > 0) state_.notify_all();
+    do_tasks();
+    // Whoever has not joined by now is not waited for: a thread without a processor must not hold up a call.
+    state_.fetch_and(~kOpen, std::memory_order_acq_rel);
+    for (int spins = 0; (state_.load(std::memory_order_acquire) & kJoined) != 0; ++spins) {
+      if (spins < 4096) {
+        pause();
+      } else {
+        std::this_thread::yield();
+      }
+    }
+  }
+
+ private:
+  // state_: generation | is open | number of workers that have joined
+  static constexpr uint64_t kJoined = 0xffff;
+  static constexpr uint64_t kOpen = 0x10000;
+  static constexpr uint64_t kGeneration = 0x20000;
+
+  void do_tasks() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks_;) task_(context_, i);
+  }
+
+  void work() {
+    uint64_t done = 0;  // generation that this worker has worked on last
+    for (;;) {
+      uint64_t state = wait_for_call(done);
+      if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
+      done = state & ~(kJoined | kOpen);
+      do_tasks();
+      state_.fetch_sub(1, std::memory_order_acq_rel);
+    }
+  }
+
+  // The state of an open call that is not of generation `done`.
+  uint64_t wait_for_call(uint64_t done) {
+    auto is_new = [&](uint64_t state) { return (state & kOpen) != 0 && (state & ~(kJoined | kOpen)) != done; };
+    for (;;) {
+      const auto start = std::chrono::steady_clock::now();
+      do {
+        for (int i = 0; i < 64; ++i) {
+          const uint64_t state = state_.load(std::memory_order_acquire);
+          if (is_new(state)) return state;
+          pause();
+        }
+      } while (std::chrono::steady_clock::now() - start < kSpin);
+      sleeping_.fetch_add(1, std::memory_order_seq_cst);
+      const uint64_t state = state_.load(std::memory_order_seq_cst);
+      if (!is_new(state)) state_.wait(state, std::memory_order_acquire);
+      sleeping_.fetch_sub(1, std::memory_order_seq_cst);
+    }
+  }
+
+  const int num_workers_;
+  std::mutex calls_;
+  uint64_t generation_ = 0;
+  Task task_ = nullptr;
+  void* context_ = nullptr;
+  int64_t num_tasks_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint64_t> state_{0};
+  alignas(64) std::atomic<int> sleeping_{0};
+};
+
+// Never destroyed: its threads live as long as the process.
+Pool& pool() {
+  static Pool* const pool = new Pool(usable_processors() - 1);
+  return *pool;
+}
+
+}  // namespace
+
+void parallel_for(int64_t num_tasks, Task task, void* context) { pool().run(num_tasks, task, context); }
+
+int num_threads() { return pool().num_threads(); }
+
+}  // namespace jaxpaged

@@ -1,0 +1,52 @@
+"""The compiled CPU kernels: a shared library beside this file, built when the package is installed with a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+
+import jax
+
+LIBRARY = Path(__file__).with_name("_native.so")
+
+# Versions of the kernels in the library, the best last; of these the processor's best one runs.
+INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512_bf16")
+
+# FFI target name -> symbol of the library.
+_HANDLERS = {
+    "jaxpaged_linear": "JaxpagedLinear",
+    "jaxpaged_zeros": "JaxpagedZeros",
+    "jaxpaged_attention": "JaxpagedAttention",
+    "jaxpaged_rotate_and_write": "JaxpagedRotateAndWrite",
+}
+
+
+@functools.cache
+def why_unavailable() -> str | None:
+    """Loads the library and makes its kernels known to XLA. None when they can be called, else the reason why not."""
+    if not LIBRARY.exists():
+        return "the native CPU kernels were not built: install a C++ compiler (g++ or clang++), then jaxpaged again"
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for target, symbol in _HANDLERS.items():
+            jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, symbol)), platform="cpu")
+    except (OSError, AttributeError, RuntimeError, ValueError) as error:
+        return f"the native CPU kernels cannot be used: {error}"
+    return None
+
+
+def instruction_set() -> str:
+    """Which version of the kernels runs: one of `INSTRUCTION_SETS`. Only where they are available."""
+    isa = ctypes.CDLL(str(LIBRARY)).jaxpaged_instruction_set
+    isa.restype = ctypes.c_char_p
+    name: bytes = isa()
+    return name.decode()
+
+
+def use_instruction_set(name: str) -> bool:
+    """Has the version for `name` run, in the whole process; False and no change where this processor cannot run it."""
+    use = ctypes.CDLL(str(LIBRARY)).jaxpaged_use_instruction_set
+    use.restype = ctypes.c_bool
+    can: bool = use(name.encode())
+    return can
