@@ -1,5 +1,5 @@
-// What the attention kernels compute; see `paged_attention` in api.py and `rotate_and_write_kv` in rope.py, whose arguments
-// these are.
+// What the attention kernels compute: the arguments are those of `paged_attention` in api.py and of
+// `rotate_and_write_kv` in rope.py.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@ namespace jaxpaged {
 
 enum class PoolType { kF32, kBF16, kF16, kInt8, kFp8 };
 
-// Keys are attended to in spans of this many positions, counted from the start of the sequence. A query's result over each
-// span is computed by itself, and these are then added up in order: so it does not matter who computes which.
+// Keys are attended to in spans of this many positions, counted from the start of the sequence. A query's result over
+// each span is computed by itself, and these are then added up in order: so it does not matter who computes which.
 inline constexpr int64_t kSpanKeys = 512;
 
 // Query tokens of one row that are attended together, over some of the spans of keys that they see.

@@ -1,12 +1,17 @@
-// Scores and weighted sums of so few queries that packing the keys and values would cost more than the products: here they go
-// from their blocks into the products through registers. Products and their order are those of attention_multiply.h.
+// Scores and weighted sums of so few queries that packing the keys and values would cost more than the products: here
+// they go from their blocks into the products through registers. The products and their order are those of
+// attention_multiply.h.
 #pragma once
 
 #include "attention_pack.h"
 
 namespace jaxpaged::JAXPAGED_ISA::paged {
 
-inline constexpr int64_t kMaxDirectRows = kTileRows;
+#if defined(__AVX512F__)
+inline constexpr int kMaxDirectRows = 8;
+#else
+inline constexpr int kMaxDirectRows = 4;
+#endif
 
 // scores[r][key] of kRows queries.
 template <int kRows, typename Products, typename Stored>
@@ -67,9 +72,10 @@ void add_values_directly(const Source<Products, Stored>& source, int64_t d, cons
 template <int kRows, typename Products, typename Stored>
 void add_values_directly(const Source<Products, Stored>& source, const typename Products::Element* weights,
                          const float* factors, float* sums) {
+  constexpr int kVectors = kRows <= kTileRows ? kTileVectors : 2;
   int64_t d = 0;
-  for (; d + kTileVectors * kLanes <= source.head_dim; d += kTileVectors * kLanes) {
-    add_values_directly<kRows, kTileVectors>(source, d, weights, factors, sums);
+  for (; d + kVectors * kLanes <= source.head_dim; d += kVectors * kLanes) {
+    add_values_directly<kRows, kVectors>(source, d, weights, factors, sums);
   }
   for (; d < source.head_dim; d += 2 * kLanes) add_values_directly<kRows, 2>(source, d, weights, factors, sums);
 }

@@ -1,15 +1,15 @@
 // `paged_attention` and `rotate_and_write_kv` for one instruction set.
 //
-// Work is cut into tiles of query tokens of one sequence, and each is done for one KV head after the other, with all G query
-// heads that share it:
+// Work is cut into tiles of query tokens of one sequence, and each is done for one KV head after the other, with all G
+// query heads that share it:
 //
 //     rows (tokens x G heads)        keys, 64 positions at a time
-//         q  ────────────────┐   ┌── packed: every key is read and converted once for all rows
-//                            scores ── online softmax ── weights x values ── sums in float32
+//         q  ----------------+   +-- every key is read and converted once for all rows
+//                            scores --> online softmax --> weights x values --> sums in float32
 //
-// A token's arithmetic is the same in every tile: a decode is a tile of one token. Tiles of keys begin at multiples of 64
-// positions and spans of them at multiples of kSpanKeys, whatever the blocks, the chunk or the batch, and what is masked adds
-// exact zeros. So a result does not depend on these, nor on the threads, in any bit.
+// A token's arithmetic is the same in every tile: a decode is a tile of one token. Tiles of keys begin at multiples of
+// 64 positions and spans of them at multiples of kSpanKeys, whatever the blocks, the chunk or the batch, and what is
+// masked adds exact zeros. So a result does not depend on these, nor on the threads, in any bit.
 #pragma once
 
 #include "attention_direct.h"
@@ -20,10 +20,10 @@
 namespace jaxpaged::JAXPAGED_ISA {
 namespace paged {
 
-// Scores become scores in units of log2, masked to -inf outside of the keys [first, end) of the tile; returns the largest, or
-// `top` if that is larger.
-inline float mask_scores(const AttentionArgs& args, const float* k_scales, float* scores, int num_vectors, int first, int end,
-                         float top) {
+// Scores become scores in units of log2, masked to -inf outside of the keys [first, end) of the tile; returns the
+// largest, or `top` if that is larger.
+inline float mask_scores(const AttentionArgs& args, const float* k_scales, float* scores, int num_vectors, int first,
+                         int end, float top) {
   const bool has_cap = args.soft_cap != 0;
   const Vec factor = splat(has_cap ? args.scale / args.soft_cap : args.scale * kLog2E);
   const Vec cap = splat(args.soft_cap * kLog2E);
@@ -38,7 +38,7 @@ inline float mask_scores(const AttentionArgs& args, const float* k_scales, float
     if (has_cap) x = tanh(x) * cap;
     if (!is_full) {
       const IVec key = lane + v * kLanes;
-      x = (key >= first) & (key < end) ? x : splat(-__builtin_inff());
+      x = ((key >= first) & (key < end)) ? x : splat(-__builtin_inff());
     }
     store(scores + v * kLanes, x);
     largest = max(x, largest);  // leaves NaN out, which will be a weight all the same
@@ -173,7 +173,7 @@ class Tile {
       pack_scales(args_.v_scales, slots, work_.v_scales);
     }
     if (end_row - row <= kMaxDirectRows) {
-      with_rows(end_row - row, [&]<int kRows>() {
+      with_rows<kMaxDirectRows>(end_row - row, [&]<int kRows>() {
         score_directly<kRows>(source(args_.k_pool), work_.q + row * work_.padded, work_.scores + row * kTileKeys);
         softmax(start, row, end_row, num_vectors, state);
         add_values_directly<kRows>(source(args_.v_pool), work_.weights + row * kTileKeys, work_.shrink + row,
@@ -190,8 +190,8 @@ class Tile {
 
   void multiply_scores(int64_t row, int64_t end_row, int num_vectors) {
     const int64_t steps = (args_.head_dim + Products::kPerStep - 1) / Products::kPerStep;
-    multiply<Products>({work_.q, work_.padded, work_.keys, kTileKeys * Products::kPerStep, steps, work_.scores, kTileKeys,
-                        nullptr},
+    multiply<Products>({work_.q, work_.padded, work_.keys, kTileKeys * Products::kPerStep, steps, work_.scores,
+                        kTileKeys, nullptr},
                        row, end_row, num_vectors);
   }
 
@@ -210,8 +210,8 @@ class Tile {
       const int64_t position = tile_.first_position + i / group_;
       const int64_t first = args_.window == 0 ? 0 : std::max<int64_t>(position - args_.window + 1 - start, 0);
       const int64_t end = std::min<int64_t>(position + 1 - start, kTileKeys);
-      const float top = mask_scores(args_, has_scales ? work_.k_scales : nullptr, work_.scores + i * kTileKeys, num_vectors,
-                                    static_cast<int>(first), static_cast<int>(end), state.top[i]);
+      const float top = mask_scores(args_, has_scales ? work_.k_scales : nullptr, work_.scores + i * kTileKeys,
+                                    num_vectors, static_cast<int>(first), static_cast<int>(end), state.top[i]);
       work_.shrink[i] = state.top[i] - top;
       state.top[i] = top;
     }
@@ -219,8 +219,8 @@ class Tile {
       store(work_.shrink + i, exp2_of_nonpositive(load(work_.shrink + i)));
     }
     for (int64_t i = row; i < end_row; ++i) {
-      const Vec total = weigh(work_.scores + i * kTileKeys, has_scales ? work_.v_scales : nullptr, state.top[i], num_vectors,
-                              work_.weights + i * kTileKeys);
+      const Vec total = weigh(work_.scores + i * kTileKeys, has_scales ? work_.v_scales : nullptr, state.top[i],
+                              num_vectors, work_.weights + i * kTileKeys);
       float* const totals = work_.totals + i * kLanes;
       store(totals, load(totals) * splat(work_.shrink[i]) + total);
     }

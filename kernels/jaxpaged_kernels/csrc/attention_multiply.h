@@ -1,7 +1,7 @@
 // Products of small matrices, for scores (queries times keys) and for weighted sums (weights times values).
 //
-// The left matrix is in rows; an element of it, or a pair of them, is broadcast. The right one has been packed so that a
-// vector holds the same element, or pair, of kLanes neighbouring columns:
+// The left matrix is in rows; an element of it, or a pair of them, is broadcast. The right one has been packed so that
+// a vector holds the same element, or pair, of kLanes neighbouring columns:
 //
 //     rows      left            right [depth][columns]
 //      r0     ab cd ef ...       step 0:  a'b' of column 0, 1, 2, ...      sum[r][column] += a a' + b b'
@@ -59,7 +59,9 @@ inline Vec load_elements(const Stored* p) {
   if constexpr (std::is_same_v<Element, float>) {
     return load(p);
 #if defined(__AVX512BF16__)
-  } else if constexpr (!std::is_same_v<Element, Stored>) {
+  } else if constexpr (std::is_same_v<Stored, Fp8>) {
+    return load_as_bf16(p);
+  } else if constexpr (std::is_same_v<Stored, Int8>) {
     return bit_cast<Vec>(_mm512_cvtne2ps_pbh(bit_cast<__m512>(load(p + kLanes)), bit_cast<__m512>(load(p))));
 #endif
   } else {
@@ -127,16 +129,12 @@ inline void multiply_rows(const Matrices& m, int64_t row, int64_t num_vectors) {
   for (; v < num_vectors; ++v) multiply_tile<Products, kRows, 1>(m, row, v * kLanes);
 }
 
-// f<count>() for a count of 1 to kTileRows.
-template <typename F>
+// f<count>() for a count of 1 to kMost.
+template <int kMost, typename F>
 inline void with_rows(int64_t count, const F& f) {
-  switch (count) {
-    case 1: return f.template operator()<1>();
-    case 2: return f.template operator()<2>();
-    case 3: return f.template operator()<3>();
-    case 4: return f.template operator()<4>();
-    case 5: return f.template operator()<5>();
-    case 6: return f.template operator()<6>();
+  if constexpr (kMost > 0) {
+    if (count == kMost) return f.template operator()<kMost>();
+    with_rows<kMost - 1>(count, f);
   }
 }
 
@@ -144,8 +142,8 @@ inline void with_rows(int64_t count, const F& f) {
 template <typename Products>
 void multiply(const Matrices& m, int64_t row, int64_t end_row, int64_t num_vectors) {
   for (; row < end_row; row += kTileRows) {
-    with_rows(std::min<int64_t>(end_row - row, kTileRows),
-              [&]<int kRows>() { multiply_rows<Products, kRows>(m, row, num_vectors); });
+    with_rows<kTileRows>(std::min<int64_t>(end_row - row, kTileRows),
+                         [&]<int kRows>() { multiply_rows<Products, kRows>(m, row, num_vectors); });
   }
 }
 

@@ -13,8 +13,8 @@ namespace jaxpaged::JAXPAGED_ISA::paged {
 inline constexpr int kTileKeys = 64;
 static_assert(kSpanKeys % kTileKeys == 0 && kTileKeys % kLanes == 0);
 
-// Where a tile's keys and values are: first element of each position's vector in the pools, and its scale. Positions outside
-// [first, end) are not read: they may never have been written, or belong to another sequence by now.
+// Where a tile's keys and values are: first element of each position's vector in the pools, and its scale. Positions
+// outside [first, end) are not read: they may never have been written, or belong to another sequence by now.
 struct KeySlots {
   int first = 0, end = 0;  // from the start of the tile
   int64_t element[kTileKeys];

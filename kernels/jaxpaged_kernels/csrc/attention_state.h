@@ -76,7 +76,7 @@ struct Workspace {
   Element* q;             // [rows, padded]
   Element* keys;          // packed
   Element* values;        // packed
-  Element* zeros;         // [padded], of any type of a pool
+  Element* zeros;         // [padded], or more of a smaller type
   float k_scales[kTileKeys], v_scales[kTileKeys];
 
   Workspace(int64_t rows, int64_t head_dim) : num_rows(rows), padded(padded_head_dim(head_dim)) {
@@ -84,20 +84,19 @@ struct Workspace {
     char* at = nullptr;
     for (int pass = 0; pass < 2; ++pass) {  // the first one finds the size
       char* const start = at;
-      // A vector may start at any row, and so end behind the last one.
-      take(at, span, partial_floats(rows, head_dim) + kLanes);
+      take(at, span, partial_floats(rows, head_dim));
       take(at, all, partial_floats(rows, head_dim));
       take(at, totals, rows * kLanes);
-      take(at, shrink, rows + kLanes);
+      take(at, shrink, rows + kLanes);  // a vector of them may start at any row
       take(at, scores, rows * kTileKeys);
       take(at, weights, rows * kTileKeys);
       take(at, q, rows * padded);
       take(at, keys, kTileKeys * padded);
       take(at, values, kTileKeys * padded);
-      take(at, zeros, 2 * padded);
+      take(at, zeros, padded);
       if (pass == 0) at = memory.of<char>(at - start);
     }
-    std::memset(zeros, 0, 2 * padded * sizeof(Element));
+    std::memset(zeros, 0, padded * sizeof(Element));
   }
 
  private:

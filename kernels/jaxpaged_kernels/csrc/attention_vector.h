@@ -35,13 +35,30 @@ inline IVec load_bytes(const int8_t* p) {
 inline Vec load(const Int8* p) { return __builtin_convertvector(load_bytes(&p->value), Vec); }
 inline Vec load(const Fp8* p) {
   const UVec bits = bit_cast<UVec>(load_bytes(reinterpret_cast<const int8_t*>(p))), magnitude = bits & 0x7fu;
-  // A subnormal is taken for 2^-6 (1 + fraction / 8), of which 2^-6 is taken away: no float32 is subnormal on the way, as
-  // the processor may be set to take those for 0.
+  // A subnormal is taken for 2^-6 (1 + fraction / 8), of which 2^-6 is taken away: no float32 is subnormal on the way,
+  // as the processor may be set to take those for 0.
   const UVec normal = (magnitude << 20) + (120u << 23);
   const UVec subnormal = bit_cast<UVec>(bit_cast<Vec>((magnitude << 20) + (121u << 23)) - 0x1p-6f);
   const UVec value = magnitude < 8u ? subnormal : normal;
   return bit_cast<Vec>((magnitude == 0x7fu ? UVec{} + 0x7fc00000u : value) | (bits & 0x80000000u));
 }
+
+#if defined(__AVX512BF16__)
+// 2 * kLanes of them as bfloat16, which has all their values.
+inline Vec load_as_bf16(const Fp8* p) {
+  const __m512i bits = _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  const __m512i magnitude = _mm512_and_si512(bits, _mm512_set1_epi16(0x7f));
+  const __m512i normal = _mm512_add_epi16(_mm512_slli_epi16(magnitude, 4), _mm512_set1_epi16(120 << 7));
+  const __m512i subnormals = _mm512_castsi128_si512(  // 0 to 7 times 2^-9
+      _mm_setr_epi16(0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60));
+  const __mmask32 is_subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(magnitude, _mm512_set1_epi16(0x7f));
+  __m512i value = _mm512_mask_permutexvar_epi16(normal, is_subnormal, magnitude, subnormals);
+  value = _mm512_mask_mov_epi16(value, is_nan, _mm512_set1_epi16(0x7fc0));
+  const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(bits, 8), _mm512_set1_epi16(static_cast<int16_t>(0x8000)));
+  return bit_cast<Vec>(_mm512_or_si512(value, sign));
+}
+#endif
 
 // To nearest, ties to even; |x| <= 448 or NaN.
 inline void store(Fp8* p, Vec x) {
@@ -85,7 +102,7 @@ inline Pairs zip(Vec a, Vec b) { return zip(a, b, std::make_index_sequence<2 * k
 // Vectors seen as quarters of four lanes, as the processors do whose fastest shuffles stay within these.
 inline constexpr int kQuarters = kLanes / 4;
 
-// Of each quarter of a and b, lanes kFirst and kSecond of a or, from 4 on, of b.
+// Of each quarter, four lanes of a or, numbered from 4 on, of b.
 template <int k0, int k1, int k2, int k3, size_t... I>
 inline Vec shuffle_quarters(Vec a, Vec b, std::index_sequence<I...>) {
   constexpr int from[4] = {k0, k1, k2, k3};

@@ -47,7 +47,7 @@ inline float quantize_head(const T* x, int64_t size, Stored* out) {
   for (int64_t d = 0; d < size; d += kLanes) {
     const Vec v = load_some(x + d, size - d);
     const Vec magnitude = bit_cast<Vec>(bit_cast<UVec>(v) & 0x7fffffffu);
-    largest = (magnitude > largest) | (v != v) ? magnitude : largest;
+    largest = ((magnitude > largest) | (v != v)) ? magnitude : largest;
   }
   float of_all = 0;
   for (int i = 0; i < kLanes; ++i) of_all = largest[i] > of_all || largest[i] != largest[i] ? largest[i] : of_all;

@@ -15,7 +15,8 @@ namespace ffi = xla::ffi;
 
 // Rows (tokens times the heads that share a KV head) of a tile: enough to make up for packing the keys.
 constexpr int64_t kTileRows = 96;
-// Tiles of up to this many tokens are divided by spans of keys, so that few queries of long sequences keep all threads busy.
+// Tiles of up to this many tokens are divided by spans of keys, so that few queries of long sequences keep all threads
+// busy.
 constexpr int64_t kMaxDividedTokens = 4;
 
 // The work of a call. It is kept by its thread, for the memory.
@@ -91,7 +92,8 @@ void make_plan(const Batch& batch, const AttentionArgs& args, Plan& plan) {
     const int64_t keys = std::min<int64_t>(tile.first_position + tile.num_tokens, tile.end_span * kSpanKeys);
     return tile.num_tokens * (keys - tile.first_span * kSpanKeys);
   };
-  std::sort(tiles.begin(), tiles.end(), [&](const AttentionTile& a, const AttentionTile& b) { return cost(a) > cost(b); });
+  std::sort(tiles.begin(), tiles.end(),
+            [&](const AttentionTile& a, const AttentionTile& b) { return cost(a) > cost(b); });
   if (static_cast<int64_t>(plan.partials.size()) < num_partials) plan.partials.resize(num_partials);
 }
 
@@ -117,7 +119,8 @@ std::optional<PoolType> pool_type_of(const ffi::AnyBuffer& buffer) {
   }
 }
 
-// Shapes and dtypes are checked where the call is made (native_attention.py); here only what the kernels could not bear.
+// Shapes and dtypes are checked where the call is made (native_attention.py); here only what the kernels could not
+// bear.
 ffi::Error check_types(std::optional<DType> dtype, std::optional<PoolType> pool_type, bool has_scales) {
   const bool is_quantized = pool_type == PoolType::kInt8 || pool_type == PoolType::kFp8;
   const bool is_alike = (dtype == DType::kF32 && pool_type == PoolType::kF32) ||
@@ -135,9 +138,9 @@ T* data_or_null(const ffi::AnyBuffer& buffer) {
 }
 
 ffi::Error run_attention(ffi::AnyBuffer q, ffi::AnyBuffer k_pool, ffi::AnyBuffer v_pool, ffi::AnyBuffer block_tables,
-                         ffi::AnyBuffer kv_lens, ffi::AnyBuffer query_starts, ffi::AnyBuffer sinks, ffi::AnyBuffer k_scales,
-                         ffi::AnyBuffer v_scales, ffi::Result<ffi::AnyBuffer> out, float scale, float soft_cap,
-                         int64_t window, bool decode_only) {
+                         ffi::AnyBuffer kv_lens, ffi::AnyBuffer query_starts, ffi::AnyBuffer sinks,
+                         ffi::AnyBuffer k_scales, ffi::AnyBuffer v_scales, ffi::Result<ffi::AnyBuffer> out,
+                         float scale, float soft_cap, int64_t window, bool decode_only) {
   const auto dtype = dtype_of(q);
   const auto pool_type = pool_type_of(k_pool);
   if (auto error = check_types(dtype, pool_type, k_scales.element_count() > 0); error.failure()) return error;
@@ -185,9 +188,9 @@ ffi::Error run_attention(ffi::AnyBuffer q, ffi::AnyBuffer k_pool, ffi::AnyBuffer
 }
 
 // The pools come in twice, as arguments and as the results that they are aliased to.
-ffi::Error run_rotate_and_write(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer cos, ffi::AnyBuffer sin,
-                                ffi::AnyBuffer slots, ffi::RemainingArgs pools, ffi::Result<ffi::AnyBuffer> rotated_q,
-                                ffi::RemainingRets results) {
+ffi::Error run_rotate_and_write(ffi::AnyBuffer q, ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::AnyBuffer cos,
+                                ffi::AnyBuffer sin, ffi::AnyBuffer slots, ffi::RemainingArgs pools,
+                                ffi::Result<ffi::AnyBuffer> rotated_q, ffi::RemainingRets results) {
   auto k_pool = results.get<ffi::AnyBuffer>(0), v_pool = results.get<ffi::AnyBuffer>(1);
   const bool has_scales = results.size() == 4;
   if (!k_pool.has_value() || !v_pool.has_value() || pools.size() != results.size()) {

@@ -63,17 +63,18 @@ inline void sum4(const Vec& a, const Vec& b, const Vec& c, const Vec& d, float* 
 #endif
 }
 
-// out[m][n] = x row m times weight row n, for M tokens and N outputs (a multiple of 4, or 1). With kPrefetch the N rows behind
-// `rows` are fetched meanwhile: then memory and arithmetic are busy at the same time.
-template <int M, int N, bool kPrefetch, typename W>
-inline void multiply_tile(const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int64_t size, float* out) {
+// out[m][n] = x row m times weight row n, for M tokens and N outputs (a multiple of 4, or 1). With kFetch the rows of weights
+// in [next, end) are brought into the cache meanwhile, so that memory and arithmetic are busy at one time.
+template <int M, int N, bool kFetch, typename W>
+inline void multiply_tile(const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int64_t size, float* out,
+                          const W* const* next, const W* const* end) {
   using Op = Operand<W>;
   Vec sums[M][N] = {};
   int64_t k = 0;
   for (; k + Op::kStep <= size; k += Op::kStep) {
-    if constexpr (kPrefetch) {
-#pragma GCC unroll 8
-      for (int n = 0; n < N; ++n) __builtin_prefetch(rows[N + n] + k);
+    if constexpr (kFetch) {
+#pragma GCC unroll 1
+      for (const W* const* row = next; row < end; ++row) __builtin_prefetch(*row + k);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -108,42 +109,59 @@ inline void multiply_tile(const typename Operand<W>::X* x, int64_t x_stride, con
   }
 }
 
-// out[m][0 to N) for `num_tokens` tokens; row m of `out` starts at m * kBlockOutputs.
-template <int N, bool kPrefetch, typename W>
-inline void multiply_columns(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
-                             int64_t size, float* out) {
-  int m = 0;
-  if (num_tokens >= kTileTokens) {
-    multiply_tile<kTileTokens, N, kPrefetch>(x, x_stride, rows, size, out);
-    for (m = kTileTokens; m + kTileTokens <= num_tokens; m += kTileTokens) {
-      multiply_tile<kTileTokens, N, false>(x + m * x_stride, x_stride, rows, size, out + m * kBlockOutputs);
-    }
-  }
-  x += m * x_stride;
-  out += m * kBlockOutputs;
-  switch (num_tokens - m) {
-    case 1: return multiply_tile<1, N, kPrefetch>(x, x_stride, rows, size, out);
-    case 2: return multiply_tile<2, N, kPrefetch>(x, x_stride, rows, size, out);
-    case 3: return multiply_tile<3, N, kPrefetch>(x, x_stride, rows, size, out);
-    case 4: return multiply_tile<4, N, kPrefetch>(x, x_stride, rows, size, out);
-    case 5: return multiply_tile<5, N, kPrefetch>(x, x_stride, rows, size, out);
+// [0, total) in as few parts of at most `most` as possible, all of nearly one size.
+struct Parts {
+  int64_t total, count;
+  Parts(int64_t total, int64_t most) : total(total), count((total + most - 1) / most) {}
+  int64_t start(int64_t i) const { return total * i / count; }
+};
+
+template <int N, bool kFetch, typename W>
+inline void multiply_tile(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
+                          int64_t size, float* out, const W* const* next, const W* const* end) {
+  switch (num_tokens) {
+    case 1: return multiply_tile<1, N, kFetch>(x, x_stride, rows, size, out, next, end);
+    case 2: return multiply_tile<2, N, kFetch>(x, x_stride, rows, size, out, next, end);
+    case 3: return multiply_tile<3, N, kFetch>(x, x_stride, rows, size, out, next, end);
+    case 4: return multiply_tile<4, N, kFetch>(x, x_stride, rows, size, out, next, end);
+    case 5: return multiply_tile<5, N, kFetch>(x, x_stride, rows, size, out, next, end);
+    case 6: return multiply_tile<6, N, kFetch>(x, x_stride, rows, size, out, next, end);
   }
 }
 
-// out[m][n] for `num_tokens` tokens and `count` outputs.
-template <typename W>
+// out[m][0 to N) for `num_tokens` tokens; row m of `out` starts at m * kBlockOutputs. The N rows behind are fetched, by each
+// tile its share of them.
+template <int N, bool kFetch, typename W>
+inline void multiply_columns(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
+                             int64_t size, float* out) {
+  const Parts tiles(num_tokens, kTileTokens);
+  for (int64_t i = 0; i < tiles.count; ++i) {
+    const int64_t start = tiles.start(i);
+    const W* const* const next = rows + N + N * i / tiles.count;
+    const W* const* const end = rows + N + N * (i + 1) / tiles.count;
+    multiply_tile<N, kFetch>(static_cast<int>(tiles.start(i + 1) - start), x + start * x_stride, x_stride, rows, size,
+                             out + start * kBlockOutputs, next, end);
+  }
+}
+
+// For one or two tokens, 8 outputs.
+template <bool kFetch, typename W>
+inline void multiply_wide(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
+                          int64_t size, float* out) {
+  num_tokens == 1 ? multiply_tile<1, 8, kFetch>(x, x_stride, rows, size, out, rows + 8, rows + 16)
+                  : multiply_tile<2, 8, kFetch>(x, x_stride, rows, size, out, rows + 8, rows + 16);
+}
+
+// out[m][n] for `num_tokens` tokens and `count` outputs; with kFetch the weights are expected to be out of the caches.
+template <bool kFetch, typename W>
 inline void multiply_rows(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int count,
                           int64_t size, float* out) {
   int n = 0;
   if (num_tokens <= 2) {  // few tokens: more rows, so that enough sums are under way at a time
-    const auto tile = [&]<bool kPrefetch>() {
-      num_tokens == 1 ? multiply_tile<1, 8, kPrefetch>(x, x_stride, rows + n, size, out + n)
-                      : multiply_tile<2, 8, kPrefetch>(x, x_stride, rows + n, size, out + n);
-    };
-    for (; n + 16 <= count; n += 8) tile.template operator()<true>();
-    for (; n + 8 <= count; n += 8) tile.template operator()<false>();
+    for (; n + 16 <= count; n += 8) multiply_wide<kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
+    for (; n + 8 <= count; n += 8) multiply_wide<false>(num_tokens, x, x_stride, rows + n, size, out + n);
   }
-  for (; n + 8 <= count; n += 4) multiply_columns<4, true>(num_tokens, x, x_stride, rows + n, size, out + n);
+  for (; n + 8 <= count; n += 4) multiply_columns<4, kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
   for (; n + 4 <= count; n += 4) multiply_columns<4, false>(num_tokens, x, x_stride, rows + n, size, out + n);
   for (; n < count; ++n) multiply_columns<1, false>(num_tokens, x, x_stride, rows + n, size, out + n);
 }
@@ -266,11 +284,12 @@ void linear_of(const LinearArgs& args) {
   const X* const x = prepare<T>(args, scratch);
   const int64_t size = args.in_features;
   const std::vector<OutputBlock> blocks = output_blocks(args);
-  const int64_t group = group_tokens<X>(size);
-  const int64_t num_blocks = blocks.size(), num_token_blocks = (args.num_tokens + kBlockTokens - 1) / kBlockTokens;
-  parallel_for(num_blocks * num_token_blocks, [&](int64_t task) {
+  const int64_t num_blocks = blocks.size();
+  const Parts token_blocks(args.num_tokens, kBlockTokens);
+  parallel_for(num_blocks * token_blocks.count, [&](int64_t task) {
     const OutputBlock& block = blocks[task % num_blocks];
-    const int64_t start = task / num_blocks * kBlockTokens, stop = std::min(args.num_tokens, start + kBlockTokens);
+    const int64_t first_token = token_blocks.start(task / num_blocks);
+    const Parts groups(token_blocks.start(task / num_blocks + 1) - first_token, group_tokens<X>(size));
     const T* rows[kBlockOutputs];
     const int num_rows = args.swiglu ? 2 * block.count : block.count;
     for (int i = 0; i < num_rows; ++i) {
@@ -278,9 +297,11 @@ void linear_of(const LinearArgs& args) {
       rows[i] = static_cast<const T*>(args.weights[part]) + (block.first + i % block.count) * size;
     }
     float sums[kMaxGroupTokens * kBlockOutputs];
-    for (int64_t token = start; token < stop; token += group) {
-      const int num_tokens = static_cast<int>(std::min(group, stop - token));
-      multiply_rows(num_tokens, x + token * size, size, rows, num_rows, size, sums);
+    for (int64_t group = 0; group < groups.count; ++group) {
+      const int64_t token = first_token + groups.start(group);
+      const int num_tokens = static_cast<int>(groups.start(group + 1) - groups.start(group));
+      group == 0 ? multiply_rows<true>(num_tokens, x + token * size, size, rows, num_rows, size, sums)
+                 : multiply_rows<false>(num_tokens, x + token * size, size, rows, num_rows, size, sums);
       for (int m = 0; m < num_tokens; ++m) {
         const float* const row = sums + m * kBlockOutputs;
         if (args.swiglu) {
