@@ -46,8 +46,9 @@ class BuildNative(build_ext):
             return objects
 
         isas = X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else {"generic": []}
-        jobs = [(str(CSRC / "kernels_isa.cc"), [f"-DJAXPAGED_ISA={isa}", *flags], isa) for isa, flags in isas.items()]
-        jobs += [(source, [], "common") for source in ext.sources if not source.endswith("kernels_isa.cc")]
+        # What fits every processor first: of a function that several objects bring along, the linker takes the first.
+        jobs = [(source, [], "common") for source in ext.sources if not source.endswith("kernels_isa.cc")]
+        jobs += [(str(CSRC / "kernels_isa.cc"), [f"-DJAXPAGED_ISA={isa}", *flags], isa) for isa, flags in isas.items()]
         with ThreadPoolExecutor() as pool:
             objects = [o for made in pool.map(lambda job: compile_one(*job), jobs) for o in made]
         target = Path(self.get_ext_fullpath(ext.name))

@@ -1,7 +1,7 @@
 // Online softmax: what is known of a tile's queries after some of the keys, in memory that each thread keeps.
 #pragma once
 
-#include "attention_memory.h"
+#include "memory.h"
 #include "attention_pack.h"
 
 namespace jaxpaged::JAXPAGED_ISA::paged {

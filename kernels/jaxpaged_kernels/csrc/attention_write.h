@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "attention_args.h"
-#include "attention_memory.h"
+#include "memory.h"
 #include "attention_vector.h"
 #include "thread_pool.h"
 

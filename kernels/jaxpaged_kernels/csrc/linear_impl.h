@@ -15,9 +15,9 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
 #include "linear_args.h"
+#include "memory.h"
 #include "simd.h"
 #include "thread_pool.h"
 
@@ -203,7 +203,7 @@ inline void prepare_row(const T* x, const T* norm, float eps, int64_t size, X* o
 
 // The rows of x as operands; `scratch` holds them where they are not those of the argument itself.
 template <typename T>
-inline const typename Operand<T>::X* prepare(const LinearArgs& args, std::vector<typename Operand<T>::X>& scratch) {
+inline const typename Operand<T>::X* prepare(const LinearArgs& args, Memory& scratch) {
   using X = typename Operand<T>::X;
   const T* const x = static_cast<const T*>(args.x);
   const T* const norm = static_cast<const T*>(args.norm);
@@ -211,8 +211,7 @@ inline const typename Operand<T>::X* prepare(const LinearArgs& args, std::vector
     if (norm == nullptr) return x;
   }
   const int64_t size = args.in_features;
-  if (static_cast<int64_t>(scratch.size()) < args.num_tokens * size) scratch.resize(args.num_tokens * size);
-  X* const out = scratch.data();
+  X* const out = scratch.of<X>(args.num_tokens * size);
   constexpr int64_t kTokens = 8;  // few tokens are done sooner than another thread has heard of them
   parallel_for((args.num_tokens + kTokens - 1) / kTokens, [&](int64_t task) {
     for (int64_t t = task * kTokens; t < std::min(args.num_tokens, (task + 1) * kTokens); ++t) {
@@ -259,16 +258,31 @@ struct OutputBlock {
   int count;
 };
 
-inline std::vector<OutputBlock> output_blocks(const LinearArgs& args) {
-  const int most = args.swiglu ? kBlockOutputs / 2 : kBlockOutputs;
-  std::vector<OutputBlock> blocks;
-  for (int part = 0; part < (args.swiglu ? 1 : args.num_parts); ++part) {
-    for (int64_t first = 0; first < args.out_features[part]; first += most) {
-      blocks.push_back({part, first, static_cast<int>(std::min<int64_t>(most, args.out_features[part] - first))});
-    }
+// How the outputs of all parts are cut into blocks.
+class OutputBlocks {
+ public:
+  explicit OutputBlocks(const LinearArgs& args)
+      : args_(args), most_(args.swiglu ? kBlockOutputs / 2 : kBlockOutputs), num_parts_(args.swiglu ? 1 : args.num_parts) {}
+
+  int64_t of_part(int part) const { return (args_.out_features[part] + most_ - 1) / most_; }
+
+  int64_t count() const {
+    int64_t count = 0;
+    for (int part = 0; part < num_parts_; ++part) count += of_part(part);
+    return count;
   }
-  return blocks;
-}
+
+  OutputBlock operator[](int64_t index) const {
+    int part = 0;
+    while (index >= of_part(part)) index -= of_part(part++);
+    const int64_t first = index * most_;
+    return {part, first, static_cast<int>(std::min<int64_t>(most_, args_.out_features[part] - first))};
+  }
+
+ private:
+  const LinearArgs& args_;
+  const int most_, num_parts_;
+};
 
 // Tokens that are multiplied by a few rows of weights before the next ones: what of x stays in the first cache.
 template <typename X>
@@ -280,14 +294,14 @@ inline int64_t group_tokens(int64_t size) {
 template <typename T, typename Out>
 void linear_of(const LinearArgs& args) {
   using X = typename Operand<T>::X;
-  thread_local std::vector<X> scratch;
+  thread_local Memory scratch;
   const X* const x = prepare<T>(args, scratch);
   const int64_t size = args.in_features;
-  const std::vector<OutputBlock> blocks = output_blocks(args);
-  const int64_t num_blocks = blocks.size();
+  const OutputBlocks blocks(args);
+  const int64_t num_blocks = blocks.count();
   const Parts token_blocks(args.num_tokens, kBlockTokens);
   parallel_for(num_blocks * token_blocks.count, [&](int64_t task) {
-    const OutputBlock& block = blocks[task % num_blocks];
+    const OutputBlock block = blocks[task % num_blocks];
     const int64_t first_token = token_blocks.start(task / num_blocks);
     const Parts groups(token_blocks.start(task / num_blocks + 1) - first_token, group_tokens<X>(size));
     const T* rows[kBlockOutputs];

@@ -49,10 +49,10 @@ inline float to_float(F16 x) {
 #if defined(__F16C__) || defined(__AVX512F__)
   return _cvtsh_ss(x.bits);
 #else
-  // Exponent and fraction move to float32's place; the multiplication mends the bias, subnormals included.
-  const uint32_t magnitude = (x.bits & 0x7fffu) << 13, sign = (x.bits & 0x8000u) << 16;
-  if ((x.bits & 0x7c00u) == 0x7c00u) return bit_cast<float>(sign | magnitude | 0x7f800000u);
-  return bit_cast<float>(sign | bit_cast<uint32_t>(bit_cast<float>(magnitude) * 0x1p112f));
+  const uint32_t exponent = x.bits & 0x7c00u, fraction = x.bits & 0x3ffu, sign = (x.bits & 0x8000u) << 16;
+  if (exponent == 0) return bit_cast<float>(sign | bit_cast<uint32_t>(static_cast<float>(fraction) * 0x1p-24f));
+  const uint32_t bias = exponent == 0x7c00u ? 0x70000000u : 0x38000000u;  // infinity and NaN stay what they are
+  return bit_cast<float>(sign | (((exponent | fraction) << 13) + bias));
 #endif
 }
 
@@ -160,9 +160,11 @@ inline float largest(Vec v) {
   return lanes[0];
 }
 
-// exp(x) to about 1 ulp; below -87.3 it is 0, above 88.3 infinite.
+// exp(x) to about 1 ulp; below -87.3 it is 0, above 88.3 infinite, of NaN it is NaN.
 inline Vec exp(Vec x) {
-  const Vec clamped = min(max(x, splat(-87.3f)), splat(88.3f));
+  const Vec low = splat(-87.3f), high = splat(88.3f);
+  const Vec raised = low > x ? low : x;  // in this order NaN passes
+  const Vec clamped = high < raised ? high : raised;
   const Vec scaled = clamped * 1.44269504088896341f;
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec n = (scaled + magic) - magic;

@@ -9,6 +9,9 @@
 #if defined(__linux__)
 #include <sched.h>
 #endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
 
 namespace jaxpaged {
 namespace {
@@ -18,6 +21,27 @@ inline void pause() {
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
   asm volatile("yield");
+#endif
+}
+
+// How the calling thread treats subnormal numbers: XLA's threads flush them to zero, and a result must not depend on which
+// thread has computed it.
+uint64_t floating_point_mode() {
+#if defined(__x86_64__)
+  return _mm_getcsr();
+#elif defined(__aarch64__)
+  uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+#else
+  return 0;
+#endif
+}
+void set_floating_point_mode([[maybe_unused]] uint64_t mode) {
+#if defined(__x86_64__)
+  _mm_setcsr(static_cast<unsigned>(mode));
+#elif defined(__aarch64__)
+  asm volatile("msr fpcr, %0" : : "r"(mode));
 #endif
 }
 
@@ -50,6 +74,7 @@ class Pool {
     task_ = task;
     context_ = context;
     num_tasks_ = num_tasks;
+    mode_ = floating_point_mode();
     next_.store(0, std::memory_order_relaxed);
     // From here on workers may join.
     generation_ += kGeneration;
@@ -83,6 +108,7 @@ class Pool {
       uint64_t state = wait_for_call(done);
       if (!state_.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel)) continue;
       done = state & ~(kJoined | kOpen);
+      set_floating_point_mode(mode_);
       do_tasks();
       state_.fetch_sub(1, std::memory_order_acq_rel);
     }
@@ -113,6 +139,7 @@ class Pool {
   Task task_ = nullptr;
   void* context_ = nullptr;
   int64_t num_tasks_ = 0;
+  uint64_t mode_ = 0;
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) std::atomic<int> sleeping_{0};

@@ -1,4 +1,4 @@
-// Large arrays of zeros that take memory only where they are written.
+// How the operating system backs large arrays: zeros that take memory only where they are written, and huge pages.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -34,3 +34,16 @@ ffi::Error zeros(ffi::Result<ffi::AnyBuffer> result) {
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxpagedZeros, zeros, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+
+// Moves [address, address + size) to huge pages, as far as that goes; what it holds stays.
+extern "C" void jaxpaged_prefer_huge_pages([[maybe_unused]] uintptr_t address, [[maybe_unused]] size_t size) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE: now, not some time later; older kernels refuse it
+  const uintptr_t first = (address + kHugePage - 1) / kHugePage * kHugePage, last = (address + size) / kHugePage * kHugePage;
+  for (uintptr_t page = first; page < last; page += kHugePage) {
+    madvise(reinterpret_cast<void*>(page), kHugePage, MADV_HUGEPAGE);
+    madvise(reinterpret_cast<void*>(page), kHugePage, kCollapse);
+  }
+#endif
+}

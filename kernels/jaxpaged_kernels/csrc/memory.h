@@ -1,4 +1,5 @@
-// Memory that a thread keeps from task to task, as large as its largest task has needed.
+// Memory that a thread keeps from call to call, as large as its largest has needed. Not a std::vector: one that is compiled here
+// for one instruction set could be linked into code for all.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +8,7 @@
 
 #include "simd.h"
 
-namespace jaxpaged::JAXPAGED_ISA::paged {
+namespace jaxpaged::JAXPAGED_ISA {
 
 class Memory {
  public:
@@ -37,4 +38,4 @@ class Memory {
   int64_t size_ = 0;
 };
 
-}  // namespace jaxpaged::JAXPAGED_ISA::paged
+}  // namespace jaxpaged::JAXPAGED_ISA
