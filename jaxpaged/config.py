@@ -182,9 +182,13 @@ class EngineConfig:
         gpu_memory_utilization: share of the memory that JAX manages on a GPU (by default 75 % of the GPU's, see
             XLA_PYTHON_CLIENT_MEM_FRACTION) that weights, temporaries and pool may take together.
         swap_space: bytes of the host pool for preemption by swapping.
+        async_scheduling: plan and launch each step before the results of the last one are known, so that the host works
+            while the device computes. Results are the same without it. A step after one with a beam search, a grammar
+            or bad words of several tokens waits all the same: what these may draw depends on those results.
         max_logprobs: most log-probabilities a request may ask for, for each token; -1 = the whole vocabulary, which
             every step that reports any then sorts.
-        attention: force an implementation of the kernels ("xla", "reference", "triton"); None picks by device.
+        attention: force an implementation of attention ("native", "triton", "xla", "reference"); None picks by device.
+        linear: force an implementation of the products with weights ("native", "xla"); None picks by device.
         compilation_cache: folder of JAX's persistent compilation cache; "" is none, None the user's cache folder.
         warmup: compile every program before the first request. Off: on first use (for tests and short scripts).
         trust_remote_code: let transformers run the tokenizer code that a model folder brings.
@@ -209,8 +213,10 @@ class EngineConfig:
     long_prefill_token_threshold: int = 0
     watermark: float = 0.0
     max_num_queued_requests: int | None = None
+    async_scheduling: bool = True
     max_logprobs: int = 20
     attention: str | None = None
+    linear: str | None = None
     compilation_cache: str | None = None
     warmup: bool = True
     trust_remote_code: bool = False

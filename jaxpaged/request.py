@@ -18,6 +18,8 @@ MAX_N = 16_384
 GREEDY_EPS = 1e-5
 MIN_TEMPERATURE = 1e-2
 MAX_LOGIT_BIAS = 100.0
+# Beyond these a penalized logit may leave the range of float32.
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-30, 1e30
 # Each of these takes room in a step for every row of the batch.
 MAX_LOGIT_BIASES = 1024
 MAX_BAD_WORDS = 128
@@ -186,7 +188,9 @@ class SamplingParams:
         _check(is_seed, "seed", self.seed, "a signed 64-bit integer")
         for name in ("frequency_penalty", "presence_penalty"):
             _check(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "between -2 and 2")
-        _check(self.repetition_penalty > 0, "repetition_penalty", self.repetition_penalty, "above 0")
+        limits = f"between {MIN_REPETITION_PENALTY:g} and {MAX_REPETITION_PENALTY:g}"
+        is_sound = MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY
+        _check(is_sound, "repetition_penalty", self.repetition_penalty, limits)
 
     def _check_output(self) -> None:
         """How many outputs, and where they end."""
@@ -312,6 +316,8 @@ class Sequence:
         """Tokens [start, stop) of prompt + output."""
         prompt = self.request.prompt_token_ids
         split = len(prompt)
+        if start >= split:
+            return self.output_token_ids[start - split : stop - split]
         return prompt[start : min(stop, split)] + self.output_token_ids[max(start - split, 0) : max(stop - split, 0)]
 
     def __repr__(self) -> str:
@@ -370,7 +376,7 @@ class Request:
 
     @property
     def is_finished(self) -> bool:
-        return all(s.is_finished for s in self.sequences)
+        return all(s.status is SequenceStatus.FINISHED for s in self.sequences)
 
     @property
     def stop_ids(self) -> frozenset[int]:

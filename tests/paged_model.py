@@ -67,6 +67,7 @@ class PagedModel:
 
     cache: CacheConfig
     device: np.ndarray = field(init=False)  # [blocks, block_size]
+    newest: dict[int, int] = field(default_factory=dict)  # row -> token last drawn
     host: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,20 +84,30 @@ class PagedModel:
             assert len(set(pairs[:, 1].tolist())) == len(pairs), "two sources for one destination"
             destination[pairs[:, 1]] = source[pairs[:, 0]]
 
+    def slots(self, plan: StepPlan) -> np.ndarray:
+        """[T], where the plan writes."""
+        rows = np.repeat(np.arange(len(plan.kv_lens)), np.diff(plan.query_starts))
+        blocks = plan.block_tables[rows, plan.positions // self.cache.block_size]
+        assert (blocks > 0).all(), "a write into the null block"
+        return blocks * self.cache.block_size + plan.positions % self.cache.block_size
+
+    def spoil(self, plan: StepPlan) -> None:
+        """Leave garbage where the plan writes, as a step that failed may."""
+        self.device.reshape(-1)[self.slots(plan)] = GARBAGE
+
     def run(self, plan: StepPlan) -> StepResult:
         """Check the plan's shape, move blocks, write the tokens, read the histories back, draw."""
-        size = self.cache.block_size
         starts, counts = plan.query_starts, np.diff(plan.query_starts)
         assert (counts[: plan.num_decodes] == 1).all() and (counts > 0).all()
         assert starts[-1] == len(plan.token_ids) == len(plan.positions)
         assert plan.block_tables.shape[0] == len(plan.scheduled) == len(plan.kv_lens)
         self.move(plan)
         rows = np.repeat(np.arange(len(counts)), counts)
-        blocks = plan.block_tables[rows, plan.positions // size]
-        assert (blocks > 0).all(), "a write into the null block"
-        slots = blocks * size + plan.positions % size
+        slots = self.slots(plan)
         assert len(set(slots.tolist())) == len(slots), "two tokens in one slot"
-        self.device.reshape(-1)[slots] = plan.token_ids
+        token_ids = plan.token_ids.tolist()
+        assert all(token >= 0 for token in token_ids[plan.num_decodes :]), "only a decode takes a token not known yet"
+        self.device.reshape(-1)[slots] = [token if token >= 0 else self.newest[-1 - token] for token in token_ids]
         drawn = []
         num_top = max(plan.sample.num_logprobs, 0)
         top_ids, top = np.zeros((len(plan.sampled), num_top), np.int32), np.zeros((len(plan.sampled), num_top))
@@ -114,4 +125,5 @@ class PagedModel:
                 logprobs = next_logprobs(history)
                 top_ids[i] = np.argsort(-logprobs, kind="stable")[:num_top]
                 top[i] = logprobs[top_ids[i]]
+        self.newest.update(zip(plan.sample.row.tolist(), drawn, strict=True))
         return StepResult(np.array(drawn, np.int32), top_token_ids=top_ids, top_logprobs=top.astype(np.float32))

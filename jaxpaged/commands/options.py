@@ -142,14 +142,26 @@ def add_engine_options(
         help="most requests waiting; more are refused (default: no limit)",
         **unset,
     )
+    add(
+        "--async-scheduling",
+        action=on_off,
+        help="launch each step before the results of the last one are known (default: on)",
+        **unset,
+    )
     add("--max-logprobs", type=int, metavar="N", help="most log-probabilities a token; -1: all (default: 20)", **unset)
 
     programs = parser.add_argument_group("compilation")
     add = programs.add_argument
     add(
         "--attention",
-        choices=("xla", "reference", "triton"),
+        choices=("native", "triton", "xla", "reference"),
         help="implementation of attention (default: by device)",
+        **unset,
+    )
+    add(
+        "--linear",
+        choices=("native", "xla"),
+        help="implementation of the products with weights (default: by device)",
         **unset,
     )
     add(

@@ -116,7 +116,7 @@ class Admission:
         # With nothing running the head of the queue must get in, or it would wait forever.
         if self._rows.num_used:
             needed += self._margin(group)
-        return needed <= pool.num_free
+        return self._kv.has_room(group.unfinished, needed)
 
     def _margin(self, group: SequenceGroup) -> int:
         """Free blocks that must be left over after admission for those who run."""

@@ -53,12 +53,15 @@ class BlockPool:
         if count > self.num_free:
             return None
         blocks = []
+        block = self._next[self._sentinel]
         for _ in range(count):
-            block = self._next[self._sentinel]
-            self._unlink(block)
             self._drop_key(block)
             self.ref_counts[block] = 1
             blocks.append(block)
+            block = self._next[block]
+        self._next[self._sentinel] = block
+        self._prev[block] = self._sentinel
+        self.num_free -= count
         return blocks
 
     def touch(self, block: int) -> None:
@@ -79,6 +82,14 @@ class BlockPool:
     def find(self, key: bytes) -> int | None:
         """The block that holds what `key` stands for."""
         return self._by_key.get(key)
+
+    def is_cached(self, block: int) -> bool:
+        """Whether the block can be found by key."""
+        return self._keys[block] is not None
+
+    def cached_blocks(self) -> Iterable[int]:
+        """The blocks that can be found by key, in no particular order."""
+        return self._by_key.values()
 
     def register(self, block: int, key: bytes) -> None:
         """Make an owned block findable, unless it already is or another block has the key."""

@@ -95,10 +95,14 @@ class Constraints:
             np.array(params.logprob_token_ids, np.int32),
         )
 
-    def edits(self, sequence: Sequence) -> Edits:
-        """The changes of single logits for the next token of `sequence`."""
+    def edits(self, sequence: Sequence, num_output: int) -> Edits:
+        """The changes of single logits for the next token of `sequence`.
+
+        Args:
+            num_output: output tokens before it; without `phrases` the newest may still be on the device.
+        """
         output = sequence.output_token_ids
-        edits = self.early if len(output) < self.min_tokens else self.always
+        edits = self.early if num_output < self.min_tokens else self.always
         if self.phrases and output:
             ends = [last for head, last in self.phrases.get(output[-1], ()) if output[-len(head) :] == head]
             if ends:

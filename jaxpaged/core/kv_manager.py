@@ -71,6 +71,10 @@ class KVManager:
             hits.append(block)
         return hits
 
+    def has_room(self, sequences: Seq[Sequence], needed: int) -> bool:
+        """Whether `needed` more blocks can be had, for a group of these sequences that is to be admitted."""
+        return needed <= self.pool.num_free
+
     def attach(self, sequence: Sequence, hits: list[int]) -> None:
         """Start the (empty) table of `sequence` with the blocks of a prefix hit."""
         for block in hits:
@@ -114,6 +118,21 @@ class KVManager:
             table += self._take(missing)
         return copy
 
+    def append(self, sequences: Seq[Sequence], counts: Seq[int]) -> list[int] | None:
+        """Append so many blocks to each table; for sequences that write into no block which they share.
+
+        Returns:
+            The blocks, one sequence's behind the other's, or None if too few are free; nothing has changed then.
+        """
+        blocks = self.pool.allocate(sum(counts))
+        if blocks is None:
+            return None
+        first = 0
+        for sequence, count in zip(sequences, counts, strict=True):
+            sequence.block_table += blocks[first : first + count]
+            first += count
+        return blocks
+
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Give `child` (which has no blocks) every block of `parent`, a partial last one too."""
         for block in parent.block_table:
@@ -134,8 +153,9 @@ class KVManager:
             return
         stop = sequence.num_computed // self.block_size
         extend_keys(sequence, stop, self.block_size, self._epoch)
+        table, keys = sequence.block_table, sequence.block_keys
         for index in range(start, stop):
-            self.pool.register(sequence.block_table[index], sequence.block_keys[index])
+            self.pool.register(table[index], keys[index])
 
     def free(self, sequence: Sequence) -> None:
         """Give back all blocks, on the device and on the host. Tail first: a prefix is of use to more requests."""

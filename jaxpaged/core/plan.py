@@ -32,6 +32,7 @@ class SampleBatch:
         min_p: [N] float32, 0 = off.
         seed: [N, 2] uint32, low and high half of the sequence's 64-bit seed.
         position: [N] int32, position of the token to be drawn; the key of the draw is fold_in(key(seed), position).
+        row: [N] int32, where the drawn token is kept on the device; it is the sequence's own while it runs.
         num_logprobs: most log-probabilities that a row asks for; -1 = none wants any, 0 = only the drawn token's.
     """
 
@@ -42,7 +43,29 @@ class SampleBatch:
     min_p: FloatArray
     seed: npt.NDArray[np.uint32]
     position: IntArray
+    row: IntArray
     num_logprobs: int
+
+    def at(self, position: IntArray) -> SampleBatch:
+        """The same draws at other positions."""
+        return SampleBatch(
+            self.token_index,
+            self.temperature,
+            self.top_k,
+            self.top_p,
+            self.min_p,
+            self.seed,
+            position,
+            self.row,
+            self.num_logprobs,
+        )
+
+    def draws_as(self, other: SampleBatch) -> bool:
+        """Whether the same rows draw in the same way, from the same tokens of their plans; at any positions.
+
+        Compares identities: where nothing changes from step to step, plans share their arrays.
+        """
+        return self.seed is other.seed and self.token_index is other.token_index
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,7 +147,8 @@ class StepPlan:
 
     Attributes:
         num_decodes: leading sequences with exactly one token each.
-        token_ids: [T] int32, flat, the decodes first.
+        token_ids: [T] int32, flat, the decodes first; -1 - row stands for the token last drawn for `row`, which the
+            device has, but not yet the host.
         positions: [T] int32, position of each token in its sequence.
         query_starts: [S + 1] int32, sequence s owns tokens query_starts[s] to query_starts[s + 1].
         kv_lens: [S] int32, tokens of each sequence in the pool once this step has written its own.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import numpy as np
+import numpy.typing as npt
 
 from jaxpaged.core.constraints import Constraints
 from jaxpaged.core.grammar import MaskFiller, Masks
@@ -11,13 +14,33 @@ from jaxpaged.core.plan import Adjustments, IntArray, Penalties, PoolSpan, Promp
 from jaxpaged.core.rows import CONSTRAINED, MATCHED, PENALIZED, BatchRows
 from jaxpaged.request import Sequence
 
+_NO_PAIRS = np.zeros((0, 2), np.int32)
+
 
 def _pairs(pairs: list[Pair]) -> IntArray:
     return np.array(pairs, np.int32).reshape(-1, 2)
 
 
-def _concat(parts: list[IntArray]) -> IntArray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts, dtype=np.int32)
+@dataclass(frozen=True)
+class _Decodes:
+    """What stays as it is from step to step while the same rows decode.
+
+    Attributes:
+        version: of the rows.
+        mask: [R] bool, as bytes.
+        rows: [N] int32.
+        index: `rows`, as a slice where they are the first N of all.
+        query_starts: as of a plan of nothing else.
+        sample: likewise, but for the positions.
+    """
+
+    version: int
+    mask: bytes
+    rows: IntArray
+    index: IntArray | slice
+    sequences: tuple[Sequence, ...]
+    query_starts: IntArray
+    sample: SampleBatch
 
 
 class PlanBuilder:
@@ -30,9 +53,7 @@ class PlanBuilder:
     def __init__(self, rows: BatchRows, fill_masks: MaskFiller | None = None) -> None:
         self._rows = rows
         self._fill_masks = fill_masks
-        self._members: tuple[Sequence, ...] = ()
-        self._member_rows: IntArray = np.zeros(0, np.int32)
-        self._members_version = -1
+        self._last_decodes: _Decodes | None = None
 
     def build(self, prefills: list[int], copies: list[Pair], swap_out: list[Pair], swap_in: list[Pair]) -> StepPlan:
         """The plan of all scheduled rows.
@@ -40,67 +61,99 @@ class PlanBuilder:
         Args:
             prefills: scheduled rows that are no decodes, in the order in which they are to appear.
         """
-        rows = self._rows
-        is_decode = rows.scheduled > 0
-        is_decode[prefills] = False
-        decodes = np.flatnonzero(is_decode).astype(np.int32)
-        num_decodes = len(decodes)
-        scheduled = sampled = self._sequences(decodes)
-        order, counts = decodes, np.ones(num_decodes, np.int32)
-        tokens, positions = [rows.last_token[decodes]], [rows.num_computed[decodes]]
-        draws, draw_rows = [np.arange(num_decodes, dtype=np.int32)], [decodes]
-        spans: list[PromptSpan] = []
-        pool_spans: list[PoolSpan] = []
+        is_decode = self._rows.scheduled > 0
         if prefills:
-            order = np.concatenate([decodes, prefills], dtype=np.int32)
-            counts = rows.scheduled[order]
-            end_of = np.cumsum(counts, dtype=np.int32)
-            holders = []
-            for i, row in enumerate(prefills, start=num_decodes):
-                sequence = rows.holder(row)
-                holders.append(sequence)
-                start, count = int(rows.num_computed[row]), int(counts[i])
-                tokens.append(np.array(sequence.tokens(start, start + count), np.int32))
-                positions.append(np.arange(start, start + count, dtype=np.int32))
-                drawing = self._drawing(sequence, start + count)
-                sampled += drawing
-                draws.append(np.full(len(drawing), end_of[i] - 1, np.int32))
-                draw_rows.append(np.array([s.row for s in drawing], np.int32))
-                if sequence.request.params.prompt_logprobs is not None:
-                    spans += _prompt_span(sequence, start, start + count, int(end_of[i]) - count)
-                if rows.pools[row]:
-                    pool_spans += _pool_span(sequence, start, start + count, int(end_of[i]) - count)
-            scheduled += tuple(holders)
+            is_decode[prefills] = False
+        decodes = self._decodes(is_decode)
+        plan = self._mixed(decodes, prefills) if prefills else self._decodes_only(decodes)
+        if not (copies or swap_out or swap_in):
+            return plan
+        return replace(plan, copies=_pairs(copies), swap_out=_pairs(swap_out), swap_in=_pairs(swap_in))
+
+    def _decodes_only(self, decodes: _Decodes) -> StepPlan:
+        rows, index = self._rows, decodes.index
+        positions = rows.num_computed[index].copy()
+        kv_lens = positions + np.int32(1)
+        sample = decodes.sample.at(kv_lens)
+        return StepPlan(
+            num_decodes=len(decodes.rows),
+            token_ids=rows.last_token[index].copy(),
+            positions=positions,
+            query_starts=decodes.query_starts,
+            kv_lens=kv_lens,
+            block_tables=rows.block_tables[index, : int(rows.num_blocks[index].max())].copy(),
+            sample=sample,
+            sampled=decodes.sequences,
+            scheduled=decodes.sequences,
+            copies=_NO_PAIRS,
+            swap_out=_NO_PAIRS,
+            swap_in=_NO_PAIRS,
+            adjustments=self._adjustments(decodes.sequences, sample),
+        )
+
+    def _mixed(self, decodes: _Decodes, prefills: list[int]) -> StepPlan:
+        rows, num_decodes = self._rows, len(decodes.rows)
+        order = np.concatenate([decodes.rows, prefills], dtype=np.int32)
+        counts = rows.scheduled[order]
         query_starts = np.zeros(len(order) + 1, np.int32)
         np.cumsum(counts, out=query_starts[1:])
-        width = int(rows.num_blocks[order].max())
-        all_draw_rows = _concat(draw_rows)
+        tokens, positions = [rows.last_token[decodes.rows]], [rows.num_computed[decodes.rows]]
+        draws, draw_rows, sampled = [decodes.sample.token_index], [decodes.rows], decodes.sequences
+        spans: list[PromptSpan] = []
+        pool_spans: list[PoolSpan] = []
+        for row, first, end in zip(
+            prefills, query_starts[num_decodes:-1].tolist(), query_starts[num_decodes + 1 :].tolist(), strict=True
+        ):
+            sequence = rows.holder(row)
+            start = int(rows.num_computed[row])
+            stop = start + end - first
+            tokens.append(np.array(sequence.tokens(start, stop), np.int32))
+            positions.append(np.arange(start, stop, dtype=np.int32))
+            drawing = self._drawing(sequence, stop)
+            sampled += drawing
+            draws.append(np.full(len(drawing), end - 1, np.int32))
+            draw_rows.append(np.array([s.row for s in drawing], np.int32))
+            if sequence.request.params.prompt_logprobs is not None:
+                spans += _prompt_span(sequence, start, stop, first)
+            if rows.pools[row]:
+                pool_spans += _pool_span(sequence, start, stop, first)
+        all_positions = np.concatenate(positions, dtype=np.int32)
+        sample = self._sample(np.concatenate(draws), np.concatenate(draw_rows), all_positions)
         return StepPlan(
             num_decodes=num_decodes,
-            token_ids=_concat(tokens),
-            positions=_concat(positions),
+            token_ids=np.concatenate(tokens, dtype=np.int32),
+            positions=all_positions,
             query_starts=query_starts,
             kv_lens=rows.num_computed[order] + counts,
-            block_tables=rows.block_tables[order, :width],
-            sample=self._sample(_concat(draws), all_draw_rows, _concat(positions)),
+            block_tables=rows.block_tables[order, : int(rows.num_blocks[order].max())],
+            sample=sample,
             sampled=sampled,
-            scheduled=scheduled,
-            copies=_pairs(copies),
-            swap_out=_pairs(swap_out),
-            swap_in=_pairs(swap_in),
-            adjustments=self._adjustments(sampled, all_draw_rows),
+            scheduled=decodes.sequences + tuple(rows.holder(row) for row in prefills),
+            copies=_NO_PAIRS,
+            swap_out=_NO_PAIRS,
+            swap_in=_NO_PAIRS,
+            adjustments=self._adjustments(sampled, sample),
             prompt_spans=tuple(spans),
             pool_spans=tuple(pool_spans),
         )
 
-    def _sequences(self, decodes: IntArray) -> tuple[Sequence, ...]:
-        """Holders of the rows; the same tuple again while neither rows nor holders change."""
-        rows = self._rows
-        if self._members_version != rows.version or not np.array_equal(decodes, self._member_rows):
-            self._members = tuple([rows.holder(row) for row in decodes.tolist()])
-            self._member_rows = decodes
-            self._members_version = rows.version
-        return self._members
+    def _decodes(self, is_decode: npt.NDArray[np.bool_]) -> _Decodes:
+        """Of these rows; the very same again while neither rows nor holders change."""
+        rows, last, mask = self._rows, self._last_decodes, is_decode.tobytes()
+        if last is not None and last.version == rows.version and last.mask == mask:
+            return last
+        order = is_decode.nonzero()[0].astype(np.int32)
+        starts = np.arange(len(order) + 1, dtype=np.int32)
+        self._last_decodes = _Decodes(
+            rows.version,
+            mask,
+            order,
+            slice(len(order)) if is_decode[: len(order)].all() else order,
+            tuple([rows.holder(row) for row in order.tolist()]),
+            query_starts=starts,
+            sample=self._sample(starts[:-1], order, rows.num_computed[order]),
+        )
+        return self._last_decodes
 
     def _drawing(self, sequence: Sequence, end: int) -> tuple[Sequence, ...]:
         """The sequences that get a token from the logits at the end of a chunk of `sequence`."""
@@ -124,12 +177,13 @@ class PlanBuilder:
             min_p=batch.min_p[rows],
             seed=batch.seed[rows],
             position=positions[token_index] + 1,
+            row=rows,
             num_logprobs=int(batch.num_logprobs[rows].max(initial=-1)),
         )
 
-    def _adjustments(self, sampled: tuple[Sequence, ...], draw_rows: IntArray) -> Adjustments | None:
+    def _adjustments(self, sampled: tuple[Sequence, ...], sample: SampleBatch) -> Adjustments | None:
         """What the draws of `sampled` change in their logits or have reported."""
-        adjusts = self._rows.adjusts[draw_rows]
+        adjusts = self._rows.adjusts[sample.row]
         if not adjusts.any():
             return None
         penalized = (adjusts & PENALIZED).any()
@@ -138,7 +192,8 @@ class PlanBuilder:
             constraints = sampled[draw].request.constraints
             assert constraints is not None, f"{sampled[draw]} has no constraints, but its row says so"
             of.append((draw, constraints))
-        edits = [(draw, e) for draw, c in of if len(e := c.edits(sampled[draw]))]
+        num_output = sample.position - self._rows.prompt_len[sample.row]
+        edits = [(draw, e) for draw, c in of if len(e := c.edits(sampled[draw], int(num_output[draw])))]
         masks = {draw: c.allowed for draw, c in of if c.allowed is not None}
         matched = np.flatnonzero(adjusts & MATCHED).tolist()
         if matched:
@@ -151,7 +206,7 @@ class PlanBuilder:
             draws = np.repeat(np.array([d for d, _ in edits], np.int32), [len(e) for _, e in edits])
             ids = np.concatenate([e.token_ids for _, e in edits])
             values = np.concatenate([e.values for _, e in edits])
-        penalties = self._penalties(draw_rows) if penalized else None
+        penalties = self._penalties(sample.row) if penalized else None
         return Adjustments(draws, ids, values, masks, penalties, logprob_token_ids)
 
     def _grammar_masks(

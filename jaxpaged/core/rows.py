@@ -11,6 +11,11 @@ from jaxpaged.request import GREEDY_EPS, MIN_TEMPERATURE, Sequence, SequenceStat
 CONSTRAINED, PENALIZED, MATCHED = 1, 2, 4
 
 
+def _depends_on_output(sequence: Sequence) -> bool:
+    constraints = sequence.request.constraints
+    return constraints is not None and bool(constraints.phrases)
+
+
 def _device_temperature(temperature: float) -> float:
     return 0.0 if temperature < GREEDY_EPS else max(temperature, MIN_TEMPERATURE)
 
@@ -25,15 +30,19 @@ class BatchRows:
         version: changes whenever a row changes hands.
         block_tables: [R, P] int32, padded with the null block.
         num_blocks: [R] int32, used entries of the block table.
-        num_computed: [R] int32, tokens whose KV is in the pool.
-        target: [R] int32, known tokens that are to be computed.
-        scheduled: [R] int32, tokens that the step under way computes.
+        num_computed: [R] int32, tokens whose KV is in the pool, or will be before anything that is planned now runs.
+        target: [R] int32, tokens that are to be computed: the known ones, and one that is drawn but not known yet.
+        scheduled: [R] int32, tokens that the newest plan computes.
         num_cached: [R] int32, leading blocks that have been offered to the prefix cache.
-        last_token: [R] int32, token at position target - 1.
+        last_token: [R] int32, token at position target - 1; `on_device` while that has been drawn by a step whose
+            results are not known yet.
+        on_device: [R] int32, -1 - row: how plans refer to the token last drawn for the row.
         may_share: [R] bool, the next write may hit a block that a sibling refers to.
         leads: [R] bool, computes a prompt from which its siblings will fork.
         pools: [R] bool, its request is for an embedding: nothing is drawn at the end.
         held: [R] bool, stops short of its last known token, until all beams of its search have come as far.
+        ended: [R] bool, its last possible token has been drawn, but is not known yet: there is nothing to compute.
+        waits: [R] bool, what its next draw may be depends on the tokens before it, so the host must know them first.
         max_len: [R] int32, number of tokens at which the sequence ends for its length.
         stop_ids: [R] tokens that end the sequence.
         adjusts: [R] uint8, CONSTRAINED if the request has `constraints`, plus PENALIZED if a penalty is in force, plus
@@ -46,6 +55,8 @@ class BatchRows:
         self.sequences: list[Sequence | None] = [None] * num_rows
         self.stop_ids: list[frozenset[int]] = [frozenset()] * num_rows
         self.version = 0
+        self._any_stop_ids: frozenset[int] = frozenset()
+        self._stops_version = 0
         self._free = list(range(num_rows))[::-1]
         self.block_tables: IntArray = np.zeros((num_rows, max_blocks), np.int32)
         self.num_blocks: IntArray = np.zeros(num_rows, np.int32)
@@ -54,10 +65,13 @@ class BatchRows:
         self.scheduled: IntArray = np.zeros(num_rows, np.int32)
         self.num_cached: IntArray = np.zeros(num_rows, np.int32)
         self.last_token: IntArray = np.zeros(num_rows, np.int32)
+        self.on_device: IntArray = -1 - np.arange(num_rows, dtype=np.int32)
         self.may_share = np.zeros(num_rows, np.bool_)
         self.leads = np.zeros(num_rows, np.bool_)
         self.pools = np.zeros(num_rows, np.bool_)
         self.held = np.zeros(num_rows, np.bool_)
+        self.ended = np.zeros(num_rows, np.bool_)
+        self.waits = np.zeros(num_rows, np.bool_)
         self.max_len: IntArray = np.zeros(num_rows, np.int32)
         self.adjusts = np.zeros(num_rows, np.uint8)
         self.repetition = np.ones(num_rows, np.float32)
@@ -109,6 +123,7 @@ class BatchRows:
         is_matched = sequence.matcher is not None
         self.adjusts[row] = CONSTRAINED * is_constrained + PENALIZED * (penalties != (1, 0, 0)) + MATCHED * is_matched
         self.repetition[row], self.frequency[row], self.presence[row] = penalties
+        self.waits[row] = is_matched or params.beam_search is not None or _depends_on_output(sequence)
         self.prompt_len[row] = len(sequence.request.prompt_token_ids)
 
     def set_table(self, sequence: Sequence, *, start: int = 0) -> None:
@@ -133,11 +148,12 @@ class BatchRows:
             return
         self.version += 1
         self.sequences[row] = None
+        self.stop_ids[row] = frozenset()
         self._free.append(row)
         self.block_tables[row, : self.num_blocks[row]] = 0
         for array in (self.num_blocks, self.num_computed, self.target, self.scheduled, self.num_cached):
             array[row] = 0
-        self.may_share[row] = self.leads[row] = self.held[row] = False
+        self.may_share[row] = self.leads[row] = self.held[row] = self.ended[row] = self.waits[row] = False
 
     def hand_over(self, old: Sequence, new: Sequence) -> None:
         """`new`, which has a row, goes on with the work of `old`, whose row is released."""
@@ -146,6 +162,13 @@ class BatchRows:
         self.set_table(new)
         self.set_target(new, int(self.target[old.row]), leads=True)
         self.release(old)
+
+    def any_stop_ids(self) -> frozenset[int]:
+        """Tokens that end some row's sequence."""
+        if self._stops_version != self.version:
+            self._any_stop_ids = frozenset().union(*self.stop_ids)
+            self._stops_version = self.version
+        return self._any_stop_ids
 
     def check(self) -> None:
         """Assert that each row mirrors its holder and that free rows are empty."""

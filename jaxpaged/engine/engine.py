@@ -5,39 +5,28 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import Counter
-from collections.abc import Iterable
 from concurrent.futures import Future
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from jaxpaged.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, format_size
 from jaxpaged.core.grammar import Grammar
-from jaxpaged.core.plan import NONE_ALLOWED, StepPlan, StepResult
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.engine.embedding_builder import EmbeddingBuilder
-from jaxpaged.engine.output_builder import OutputBuilder
+from jaxpaged.engine.collector import Collector
+from jaxpaged.engine.request_maker import RequestMaker
 from jaxpaged.engine.stats import EngineStats
-from jaxpaged.engine.validation import (
-    bad_word_ids,
-    check_beam_width,
-    check_constraints,
-    check_params,
-    check_prompt,
-    with_all_logprobs,
-)
+from jaxpaged.engine.step_loop import StepLoop, StepObserver
 from jaxpaged.errors import ConfigError, InvalidRequestError
 from jaxpaged.grammars import GrammarCompiler
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.request import FinishReason, Request, SamplingParams
+from jaxpaged.request import SamplingParams
 from jaxpaged.runner.compile_cache import enable_compilation_cache
 from jaxpaged.runner.runner import Runner
 from jaxpaged.structured_outputs import StructuredOutputs
-from jaxpaged.tokenizer import backend_tokenizer, encode
+from jaxpaged.tokenizer import backend_tokenizer
 from jaxpaged.weights import (
     GenerationConfig,
     dummy_model,
@@ -51,9 +40,6 @@ from jaxpaged.weights import (
 from jaxpaged_kernels.api import IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
-
-# Of the cause of a failed step, as its requests are told.
-MAX_ERROR_CHARS = 500
 
 
 class Engine:
@@ -106,11 +92,18 @@ class Engine:
             self._grammars = GrammarCompiler(tokenizer, self.generation.eos_token_ids, self._drawable_vocab)
         fill_masks = self._grammars.fill_masks if self._grammars is not None else None
         self._scheduler = Scheduler(self.scheduler_config, self.cache_config, fill_masks)
-        self._outputs: dict[str, OutputBuilder] = {}
-        self._seeds = random.Random(config.seed)
-        self._finished: Counter[str] = Counter()
-        self._steps = self._prompt_tokens = self._cached_tokens = self._generated_tokens = 0
-        self._pool_may_be_lost = False
+        self._collector = Collector(self._scheduler, tokenizer)
+        self._loop = StepLoop(self._scheduler, self._runner, self._collector, overlap=config.async_scheduling)
+        self._requests = RequestMaker(
+            self.scheduler_config,
+            tokenizer,
+            vocab_size=self.model_config.vocab_size,
+            drawable_vocab=self._drawable_vocab,
+            eos_token_ids=frozenset(self.generation.eos_token_ids),
+            max_logprobs=config.max_logprobs,
+            compile_grammar=self.compile_grammar,
+            seeds=random.Random(config.seed),
+        )
         self._log_sizes()
 
     @classmethod
@@ -141,6 +134,11 @@ class Engine:
             generation=load_generation_config(files),
         )
 
+    @property
+    def observers(self) -> list[StepObserver]:
+        """Called with each plan before it runs, and with None when nothing is left; they only look."""
+        return self._loop.observers
+
     def add_request(
         self,
         request_id: str,
@@ -164,27 +162,21 @@ class Engine:
             InvalidRequestError: it can never be served as asked; nothing has been queued.
             QueueFullError: too many requests are waiting.
         """
-        if request_id in self._outputs:
+        if request_id in self._collector:
             raise InvalidRequestError(
                 f"request id {request_id!r} is in use; give each request its own", param="request_id"
             )
         if not isinstance(priority, int):
             raise InvalidRequestError(f"priority is {priority!r}, but must be an integer", param="priority")
-        request = self._make_request(request_id, prompt, params, grammar)
+        request = self._requests.make(request_id, prompt, params, grammar)
         request.arrival_time = time.monotonic() if arrival_time is None else arrival_time
         request.priority = priority
         request.cache_salt = cache_salt
-        # Before it is queued: it must not be there without one.
-        if request.pooling is not None:
-            builder: OutputBuilder = EmbeddingBuilder(request, request.pooling)
-        else:
-            builder = OutputBuilder(request, self.tokenizer)
-        self._scheduler.add(request)
-        self._outputs[request_id] = builder
+        self._collector.add(request)
 
     def validate(self, prompt: str | list[int], params: SamplingParams | PoolingParams) -> None:
         """Raises what `add_request` would raise for a bad request, and queues nothing."""
-        self._make_request("", prompt, params, None, dry_run=True)
+        self._requests.make("", prompt, params, dry_run=True)
 
     def compile_grammar(self, wanted: StructuredOutputs) -> Future[Grammar]:
         """Compiles in a thread, or finds among those compiled lately; any thread may call this.
@@ -204,11 +196,9 @@ class Engine:
         Returns:
             Its last output, with finish_reason "abort" for what was still running; None if it is not there.
         """
-        builder = self._outputs.get(request_id)
-        if builder is None:
-            return None
-        self._scheduler.abort(request_id)
-        return self._build([builder], time.monotonic())[0]
+        output = self._collector.abort(request_id)
+        self._loop.note_idle()
+        return output
 
     def has_unfinished_requests(self) -> bool:
         return self._scheduler.has_unfinished()
@@ -216,42 +206,23 @@ class Engine:
     def step(self) -> list[RequestOutput]:
         """Computes one batch; returns the news of each request that has some.
 
-        A failure on the device ends the requests of the batch with finish_reason "error" and leaves the others.
+        With `async_scheduling` they are those of the batch before, and this one is still being computed. A failure on
+        the device ends the requests of the batch with finish_reason "error" and leaves the others.
         """
-        if self._pool_may_be_lost:
-            self._restore_pool()
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return []
-        now = time.monotonic()
-        for sequence in plan.scheduled:
-            metrics = self._outputs[sequence.request.request_id].metrics
-            if metrics.first_scheduled_time is None:
-                metrics.first_scheduled_time = now
-        self._steps += 1
-        try:
-            result = self._runner.run(plan)
-        except Exception as error:
-            self._pool_may_be_lost = True
-            return self._fail(plan, error)
-        except BaseException:  # such as Ctrl-C: the requests stay, and compute again what the step may have half done
-            self._pool_may_be_lost = True
-            self._scheduler.drop_kv()
-            raise
-        failed = self._end_without_token(plan, result) + self._end_without_embedding(plan, result)
-        accepted = self._scheduler.update(plan, result)
-        failed += self._end_without_grammar(plan, accepted)
-        return failed + self._collect(plan, result, accepted)
+        outputs = self._loop.step()
+        self._loop.note_idle()
+        return outputs
 
     def stats(self) -> EngineStats:
+        collector = self._collector
         return EngineStats(
             scheduler=self._scheduler.stats(),
-            prompt_tokens_total=self._prompt_tokens,
-            cached_prompt_tokens_total=self._cached_tokens,
-            generation_tokens_total=self._generated_tokens,
+            prompt_tokens_total=collector.prompt_tokens,
+            cached_prompt_tokens_total=collector.cached_tokens,
+            generation_tokens_total=collector.generated_tokens,
             compiles_after_warmup=self._runner.guard.count,
-            steps_total=self._steps,
-            finished=dict(self._finished),
+            steps_total=self._loop.num_steps,
+            finished=dict(collector.finished),
         )
 
     def update_weights(self, state: Any) -> None:
@@ -265,7 +236,7 @@ class Engine:
             ConfigError: another structure, shape or dtype; nothing has changed then.
         """
         self._runner.update_weights(state)
-        self._scheduler.drop_kv()
+        self._loop.drop_kv()
 
     def reset_prefix_cache(self) -> None:
         """Forgets every cached prefix; running requests keep their blocks."""
@@ -276,212 +247,12 @@ class Engine:
         return self._runner.temporaries()
 
     def shutdown(self) -> None:
-        """Aborts what is running."""
-        for request_id in list(self._outputs):
+        """Aborts what is running, and waits for the device."""
+        for request_id in self._collector.request_ids:
             self.abort_request(request_id)
+        self._loop.close()
         if self._grammars is not None:
             self._grammars.close()
-
-    def _make_request(
-        self,
-        request_id: str,
-        prompt: str | list[int],
-        params: SamplingParams | PoolingParams,
-        grammar: Grammar | None,
-        dry_run: bool = False,
-    ) -> Request:
-        if isinstance(params, PoolingParams):
-            return self._make_pooling_request(request_id, prompt, params)
-        limits = self.scheduler_config
-        vocab_size = self.model_config.vocab_size
-        check_params(
-            params,
-            vocab_size=vocab_size,
-            max_model_len=limits.max_model_len,
-            max_num_seqs=limits.max_num_seqs,
-            max_logprobs=self.config.max_logprobs,
-        )
-        if self.tokenizer is None and params.stop:
-            raise InvalidRequestError("stop strings need a tokenizer, and this engine has none", param="stop")
-        token_ids = self._tokenize(prompt)
-        check_prompt(token_ids, vocab_size=vocab_size, max_model_len=limits.max_model_len)
-        if grammar is None and params.structured_outputs is not None:
-            grammar = self.compile_grammar(params.structured_outputs).result()
-        room = limits.max_model_len - len(token_ids)
-        seed = params.seed if params.seed is not None else 0 if dry_run else self._seeds.getrandbits(64)
-        request = Request(
-            request_id,
-            token_ids,
-            with_all_logprobs(params, vocab_size),
-            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-            seed=seed,
-            eos_token_ids=frozenset(self.generation.eos_token_ids),
-            prompt=prompt if isinstance(prompt, str) else None,
-            bad_words=bad_word_ids(params.bad_words, self.tokenizer),
-            vocab_size=self._drawable_vocab,
-            grammar=grammar,
-        )
-        check_constraints(request)
-        check_beam_width(request, self.config.max_logprobs)
-        return request
-
-    def _make_pooling_request(self, request_id: str, prompt: str | list[int], pooling: PoolingParams) -> Request:
-        limits, vocab_size = self.scheduler_config, self.model_config.vocab_size
-        token_ids = self._tokenize(prompt)
-        check_prompt(token_ids, vocab_size=vocab_size, max_model_len=limits.max_model_len, draws=False)
-        return Request(
-            request_id,
-            token_ids,
-            SamplingParams(),
-            max_tokens=0,
-            seed=0,
-            prompt=prompt if isinstance(prompt, str) else None,
-            pooling=pooling,
-        )
-
-    def _tokenize(self, prompt: str | list[int]) -> list[int]:
-        if not isinstance(prompt, str):
-            return list(prompt)
-        if self.tokenizer is None:
-            raise InvalidRequestError("a text prompt needs a tokenizer; give token ids", param="prompt")
-        return encode(self.tokenizer, prompt)
-
-    def _collect(self, plan: StepPlan, result: StepResult, accepted: list[int]) -> list[RequestOutput]:
-        """Appends the accepted draws to their requests, ends those with a stop string, and builds the outputs."""
-        now = time.monotonic()
-        self._collect_prompts(plan, result)
-        touched: dict[str, OutputBuilder] = {}
-        for draw in accepted:
-            sequence = plan.sampled[draw]
-            request = sequence.request
-            if request.request_id not in self._outputs:  # has ended with an error
-                continue
-            builder = touched[request.request_id] = self._outputs[request.request_id]
-            self._generated_tokens += 1
-            self._note_tokens(builder, now)
-            stop = builder.append(sequence, result, draw)
-            if stop is not None:
-                self._scheduler.finish(sequence, FinishReason.STOP, stop)
-        embedded = self._collect_embeddings(plan, result, now)
-        return self._build([*touched.values(), *self._finished_beams(plan, now), *embedded], now)
-
-    def _note_tokens(self, builder: OutputBuilder, now: float) -> None:
-        if builder.metrics.first_token_time is None:
-            builder.metrics.first_token_time = now
-            self._prompt_tokens += len(builder.request.prompt_token_ids)
-            self._cached_tokens += builder.request.num_cached_tokens
-        builder.metrics.last_token_time = now
-
-    def _finished_beams(self, plan: StepPlan, now: float) -> list[OutputBuilder]:
-        """Of the beam searches in `plan`, those that are over: before that nothing is known of their outputs."""
-        if plan.sample.num_logprobs < 0:
-            return []
-        searches = dict.fromkeys(s.request for s in plan.sampled if s.request.beams is not None)
-        over = []
-        for request in searches:
-            builder = self._outputs.get(request.request_id)
-            if builder is None:  # has ended with an error
-                continue
-            self._note_tokens(builder, now)
-            if request.is_finished:
-                self._generated_tokens += sum(len(s.output_token_ids) for s in request.sequences)
-                over.append(builder)
-        return over
-
-    def _collect_embeddings(self, plan: StepPlan, result: StepResult, now: float) -> list[OutputBuilder]:
-        """Adds the sums of hidden states to their requests; returns the builders of those that are complete."""
-        complete: list[OutputBuilder] = []
-        for i, span in enumerate(plan.pool_spans):
-            assert result.pooled is not None, "the plan asks for hidden states, the result has none"
-            builder = self._outputs.get(span.request.request_id)
-            if builder is None:  # has ended with an error
-                continue
-            assert isinstance(builder, EmbeddingBuilder)
-            builder.add(span, result.pooled[i])
-            if span.is_last:
-                self._note_tokens(builder, now)
-                complete.append(builder)
-        return complete
-
-    def _collect_prompts(self, plan: StepPlan, result: StepResult) -> None:
-        start = 0
-        for span in plan.prompt_spans:
-            assert result.prompt is not None, "the plan asks for log-probabilities of prompts, the result has none"
-            builder = self._outputs.get(span.request.request_id)
-            if builder is not None:
-                builder.append_prompt(span.target_ids.tolist(), result.prompt, start)
-            start += len(span.target_ids)
-
-    def _end_without_token(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Ends the requests whose logits are NaN, as the model overflowed or its weights are broken, or all -inf."""
-        requests = [plan.sampled[draw].request for draw in np.flatnonzero(result.token_ids < 0).tolist()]
-        message = "the model's logits are NaN: it overflowed, or its weights are broken; try dtype float32"
-        if (result.token_ids == NONE_ALLOWED).any():
-            message = "no token may be drawn: its own logits or what the request allows leave none"
-        return self._end_with_error(requests, message)
-
-    def _end_without_grammar(self, plan: StepPlan, accepted: list[int]) -> list[RequestOutput]:
-        """Ends the requests whose grammars could not be followed further, as they are too complex at this point."""
-        if plan.adjustments is None or not plan.adjustments.masks:
-            return []
-        failed = [
-            (sequence.request, matcher.error)
-            for draw in accepted
-            if (matcher := (sequence := plan.sampled[draw]).matcher) is not None and matcher.error is not None
-        ]
-        if not failed:
-            return []
-        return self._end_with_error([request for request, _ in failed], f"Grammar error: {failed[0][1]}")
-
-    def _end_without_embedding(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Ends the requests whose hidden states are not finite."""
-        if result.pooled is None:
-            return []
-        bad = np.flatnonzero(~np.isfinite(result.pooled).all(axis=1)).tolist()
-        requests = [plan.pool_spans[i].request for i in bad]
-        message = "the model's hidden states are NaN: it overflowed, or its weights are broken; try dtype float32"
-        return self._end_with_error(requests, message)
-
-    def _end_with_error(self, requests: Iterable[Request], message: str) -> list[RequestOutput]:
-        builders: dict[str, OutputBuilder] = {}
-        for request in requests:
-            builders[request.request_id] = self._outputs[request.request_id]
-            for sequence in request.sequences:
-                self._scheduler.finish(sequence, FinishReason.ERROR)
-        if builders:
-            logger.error("%d requests end with an error: %s", len(builders), message)
-        return self._build(builders.values(), time.monotonic(), error=message)
-
-    def _build(self, builders: Iterable[OutputBuilder], now: float, error: str | None = None) -> list[RequestOutput]:
-        outputs = []
-        for builder in builders:
-            request = builder.request
-            if request.is_finished:
-                builder.metrics.finished_time = now
-                self._finished.update(s.finish_reason.value for s in request.sequences if s.finish_reason)
-                del self._outputs[request.request_id]
-            output = builder.build(error)
-            if output is not None:
-                outputs.append(output)
-        return outputs
-
-    def _fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
-        logger.error(
-            "a step of %d tokens failed; its %d sequences end with an error",
-            plan.num_tokens,
-            len(plan.scheduled),
-            exc_info=error,
-        )
-        failed = self._scheduler.fail(plan)
-        builders = [self._outputs[request.request_id] for request in failed]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())  # XLA writes pages; the log has them all
-        return self._build(builders, time.monotonic(), error=reason[:MAX_ERROR_CHARS])
-
-    def _restore_pool(self) -> None:
-        """After a step that failed or was interrupted: if it took the pool, whoever had KV in it computes it again."""
-        if self._runner.restore_pools():
-            self._scheduler.drop_kv()
-        self._pool_may_be_lost = False
 
     def _max_model_len(self) -> int:
         trained = self.model_config.max_position_embeddings

@@ -37,6 +37,8 @@ class OutputBuilder:
         self.request = request
         self.metrics = RequestMetrics(request.arrival_time)
         self._tokenizer = tokenizer
+        self._wants_logprobs = request.params.wants_logprobs
+        self._is_delta = request.params.output_kind is OutputKind.DELTA
         self._prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if request.params.prompt_logprobs is None else [None]
         )
@@ -49,11 +51,10 @@ class OutputBuilder:
 
     def append(self, sequence: Sequence, result: StepResult, draw: int) -> str | None:
         """Takes draw `draw` of `result` for `sequence`; returns the stop string that it completes, or None."""
-        out = self._sequences[sequence.index]
-        token_id = int(result.token_ids[draw])
+        out, token_id = self._sequences[sequence.index], int(result.token_ids[draw])
         out.token_ids.append(token_id)
-        if self.request.params.wants_logprobs:
-            self._append_logprobs(out, result, draw)
+        if self._wants_logprobs:
+            self._append_logprobs(out, token_id, result, draw)
         if out.detokenizer is None:
             return None
         ended_by_token = sequence.finish_reason is FinishReason.STOP and self._ended_by(sequence, token_id)
@@ -87,13 +88,13 @@ class OutputBuilder:
         outputs = [
             self._completion(sequence, out)
             for sequence, out in zip(request.sequences, self._sequences, strict=True)
-            if not out.reported and self._has_news(sequence, out)
+            if not out.reported and (out.token_ids or sequence.is_finished or not self._is_delta)
         ]
         if not outputs and not finished:
             return None
         self.metrics.num_preemptions = request.num_preemptions
         prompt_logprobs = self._prompt_logprobs
-        if params.output_kind is OutputKind.DELTA:
+        if self._is_delta:
             self._prompt_logprobs = None
         return RequestOutput(
             request_id=request.request_id,
@@ -107,33 +108,27 @@ class OutputBuilder:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def _has_news(self, sequence: Sequence, out: _SequenceOutput) -> bool:
-        if self.request.params.output_kind is OutputKind.DELTA:
-            return bool(out.token_ids) or sequence.is_finished
-        return True
-
     def _completion(self, sequence: Sequence, out: _SequenceOutput) -> CompletionOutput:
-        params = self.request.params
         delta = ""
         if out.detokenizer is not None:
             if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
                 out.detokenizer.append([], True)
             delta = out.detokenizer.take()
-        if params.output_kind is OutputKind.DELTA:
+        if self._is_delta:
             text, token_ids, logprobs = delta, out.token_ids, out.logprobs
             out.token_ids, out.logprobs = [], []
             out.reported = sequence.is_finished
         else:
             out.text += delta
             text, token_ids, logprobs = out.text, list(out.token_ids), list(out.logprobs)
-        wants_logprobs = params.wants_logprobs
+        wants_logprobs, reason = self._wants_logprobs, sequence.finish_reason
         return CompletionOutput(
             index=sequence.index,
             text=text,
             token_ids=token_ids,
             cumulative_logprob=out.cumulative_logprob if wants_logprobs or out.is_hypothesis else None,
             logprobs=logprobs if wants_logprobs else None,
-            finish_reason=sequence.finish_reason.value if sequence.finish_reason is not None else None,
+            finish_reason=None if reason is None else reason.value,
             stop_reason=sequence.stop_reason,
         )
 
@@ -149,13 +144,12 @@ class OutputBuilder:
             for out, hypothesis in zip(self._sequences, beams.hypotheses, strict=False):
                 out.is_hypothesis, out.cumulative_logprob = True, hypothesis.logprob
 
-    def _append_logprobs(self, out: _SequenceOutput, result: StepResult, draw: int) -> None:
+    def _append_logprobs(self, out: _SequenceOutput, token_id: int, result: StepResult, draw: int) -> None:
         assert result.logprobs is not None and result.ranks is not None
         assert result.top_token_ids is not None and result.top_logprobs is not None
         params = self.request.params
         drawn = float(result.logprobs[draw])
         out.cumulative_logprob += drawn
-        token_id = int(result.token_ids[draw])
         entry = {token_id: Logprob(drawn, int(result.ranks[draw]), self._text(token_id))}
         num_top = params.logprobs or 0
         self._add_top(entry, result.top_token_ids[draw, :num_top], result.top_logprobs[draw, :num_top])

@@ -14,12 +14,14 @@ from typing import Literal
 
 from jaxpaged.core.plan import StepPlan
 
-# One bf16 row is several times slower than two on a CPU, where XLA has no kernel for a matrix-vector product. Up to
-# 8 rows a step is bound by reading the weights, so sizes between would cost a program (5 to 10 s to compile and about
-# 100 MB on a CPU, for 30 layers) and save little. The same holds for fewer than 32 tokens.
+# One bf16 row is several times slower than two on a CPU, where XLA has no kernel for a matrix-vector product.
 MIN_DECODE_ROWS = 2
+# The sizes that follow. XLA computes padding, too, so its sizes are close; but up to 8 rows, or 32 tokens, a step is
+# bound by reading the weights, and a size between would cost a program and save little.
 NEXT_DECODE_ROWS = 8
 MIN_MIXED_TOKENS = 32
+# The native kernels skip padding: what is left is the work of sampling, on all rows of a program.
+GROWTH_WITHOUT_PADDING = 8
 
 
 @dataclass(frozen=True)
@@ -39,24 +41,29 @@ class Program:
         return f"{self.kind}[{self.num_tokens}]"
 
 
-def _doubling(low: int, high: int) -> list[int]:
-    """`low`, twice `low` and so on while below `high`, then `high` itself."""
+def _growing(low: int, high: int, factor: int) -> list[int]:
+    """`low`, `factor` times `low` and so on while below `high`, then `high` itself."""
     sizes = []
     while low < high:
         sizes.append(low)
-        low *= 2
+        low *= factor
     return [*sizes, high]
 
 
 class Buckets:
     """The programs for a batch of at most `max_num_seqs` sequences and `max_num_batched_tokens` tokens."""
 
-    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, max_num_seqs: int, max_num_batched_tokens: int, *, skips_padding: bool = False) -> None:
+        """`skips_padding`: whether the products with weights, most of a step's work, leave out what is padding."""
         rows = max(max_num_seqs, MIN_DECODE_ROWS)
+        most_tokens = max(max_num_batched_tokens, MIN_MIXED_TOKENS)
         decode_rows = [MIN_DECODE_ROWS]
-        if rows > MIN_DECODE_ROWS:
-            decode_rows += _doubling(NEXT_DECODE_ROWS, rows)
-        tokens = _doubling(MIN_MIXED_TOKENS, max(max_num_batched_tokens, MIN_MIXED_TOKENS))
+        if skips_padding:
+            decode_rows = _growing(MIN_DECODE_ROWS, rows, GROWTH_WITHOUT_PADDING)
+            tokens = _growing(2 * MIN_MIXED_TOKENS, most_tokens, GROWTH_WITHOUT_PADDING)
+        else:
+            decode_rows += _growing(NEXT_DECODE_ROWS, rows, 2) if rows > MIN_DECODE_ROWS else []
+            tokens = _growing(MIN_MIXED_TOKENS, most_tokens, 2)
         self.decode = [Program("decode", size, size) for size in decode_rows]
         self.mixed = [Program("mixed", size, rows) for size in tokens]
         self._decode_rows = decode_rows

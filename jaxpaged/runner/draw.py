@@ -83,6 +83,7 @@ def prompt_logprobs(
     *,
     num_rows: int,
     num_top: int,
+    vocab_size: int,
 ) -> Logprobs:
     """Log-probabilities of prompt tokens, from the hidden states [T, E] of the tokens before them.
 
@@ -91,6 +92,7 @@ def prompt_logprobs(
     Args:
         prompt: fields of the optional input; M = T, its first `count` are in use, and the other results are anything.
         num_rows: draws of the step.
+        vocab_size: ids that can be drawn; others are neither ranked nor among the most probable ones, as in draws.
     """
     T = len(prompt["target_ids"])
     size = min(T, max(num_rows, MIN_PROMPT_CHUNK))
@@ -100,7 +102,7 @@ def prompt_logprobs(
     def chunk(state: tuple[jax.Array, Logprobs]) -> tuple[jax.Array, Logprobs]:
         start, out = state
         index, target = (lax.dynamic_slice_in_dim(x, start, size) for x in (token_index, targets))
-        found = Logprobs(*gather_logprobs(make_logits(hidden[index]), target, num_top))
+        found = Logprobs(*gather_logprobs(make_logits(hidden[index]), target, num_top, num_drawable=vocab_size))
         return start + size, jax.tree.map(lambda x, new: lax.dynamic_update_slice_in_dim(x, new, start, 0), out, found)
 
     state = jnp.int32(0), _no_logprobs(num_padded, num_top)

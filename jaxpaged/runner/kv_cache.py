@@ -1,10 +1,14 @@
-"""The KV pool on the device and the host pool that preempted sequences are swapped to.
+"""The KV pool on the device, the host pool that preempted sequences are swapped to, and the token ids of their slots.
 
 Two arrays a layer, K and V, or four where they are quantized, then also the scales of both:
 
     k[block, offset, kv_head, :]     slot = block * block_size + offset
     k_scales[block, offset, kv_head]
     block 0 is the null block: padding in block tables points at it, nothing is ever written to it
+
+Token ids, which penalties count, are one more array that is written, copied and swapped with the same block tables. So
+they need no bookkeeping of their own: a cached prefix brings its tokens along, and a sequence that gave way or was
+forked has its own.
 """
 
 from __future__ import annotations
@@ -21,8 +25,8 @@ from jaxpaged.capacity import kv_bytes_per_token
 from jaxpaged.config import KVCacheDType, ModelConfig, format_size
 from jaxpaged.core.plan import IntArray
 from jaxpaged.errors import ConfigError
-from jaxpaged.runner.step import Pools
-from jaxpaged_kernels import copy_blocks, gather_blocks, pool_dtype, scatter_blocks
+from jaxpaged.runner.step import Pools, Tokens
+from jaxpaged_kernels import copy_blocks, gather_blocks, new_pool, pool_dtype, scatter_blocks
 from jaxpaged_kernels.cache import is_quantized, value_dtype
 from jaxpaged_kernels.checks import MAX_ONE_BYTE_POOL, check_target
 from jaxpaged_kernels.target import current_target
@@ -116,30 +120,35 @@ class PoolShape:
         return [self.layer] * self.num_layers
 
 
+# Whatever is addressed by block: the pools of all layers, and the history of token ids.
+Blocks = tuple[Pools, jax.Array]
+
+
 class KVCache:
     """The device pool and the host pool, and the block moves between steps.
 
     Attributes:
         pools: the device pool; each step donates it and puts back what comes out.
+        tokens: the token ids of its slots, and those last drawn; donated likewise.
     """
 
-    def __init__(self, shape: PoolShape, device: jax.Device, *, num_host_blocks: int, max_copies: int) -> None:
+    def __init__(self, shape: PoolShape, device: jax.Device, *, num_host_blocks: int, num_rows: int) -> None:
         """Allocates both pools.
 
         Args:
             device: where the weights are, too.
             num_host_blocks: blocks of the host pool, 0 = none.
-            max_copies: most copies in one step.
+            num_rows: rows of the batch; a step copies at most one block for each.
         """
         self.shape = shape
         self.pools: Pools = []
         self._device = device
-        self._max_copies = max_copies
+        self._num_rows = num_rows
         self._copy = jax.jit(_copy, donate_argnums=0)
         self._gather = jax.jit(_gather)
         self._scatter = jax.jit(_scatter, donate_argnums=0)
-        # In the order of the device pool's leaves. np.zeros takes memory only where it is touched.
-        leaves = jax.tree.leaves(shape.abstract())
+        # In the order of the leaves of `_blocks`. np.zeros takes memory only where it is touched.
+        leaves = [*jax.tree.leaves(shape.abstract()), self._history]
         try:
             self._host = [np.zeros((num_host_blocks, *leaf.shape[1:]), leaf.dtype) for leaf in leaves]
         except (MemoryError, ValueError) as error:  # ValueError: more than numpy can address
@@ -149,9 +158,10 @@ class KVCache:
 
     def allocate(self) -> None:
         """A fresh, zeroed device pool in place of the one there is."""
-        self.pools = []
+        self.pools = []  # frees the old one before there is a new one
         zeros = partial(jnp.zeros, device=self._device)
-        self.pools = jax.tree.map(lambda array: zeros(array.shape, array.dtype), self.shape.abstract())
+        self.tokens = Tokens(zeros(self._history.shape, jnp.int32), zeros(self._num_rows, jnp.int32))
+        self.pools = jax.tree.map(lambda leaf: new_pool(leaf.shape, leaf.dtype, self._device), self.shape.abstract())
 
     @property
     def is_lost(self) -> bool:
@@ -163,7 +173,7 @@ class KVCache:
         if not self.pools:  # the last allocation failed
             return True
         try:
-            jax.block_until_ready(self.pools)
+            jax.block_until_ready((self.pools, self.tokens))
         except RuntimeError:
             return True
         return False
@@ -171,30 +181,43 @@ class KVCache:
     def copy(self, pairs: IntArray) -> None:
         """Copies blocks on the device, all at once. `pairs` [C, 2] int32: (source, destination)."""
         if len(pairs):
-            src, dst = _padded(pairs, self._max_copies, fill=(0, self.shape.num_blocks))
-            self.pools = self._copy(self.pools, src, dst)
+            src, dst = _padded(pairs, self._num_rows, fill=(0, self.shape.num_blocks))
+            self._blocks = self._copy(self._blocks, src, dst)
 
     def swap_out(self, pairs: IntArray) -> None:
         """Copies device blocks to the host pool. `pairs` [C, 2] int32: (device block, host block)."""
         for start in range(0, len(pairs), SWAP_CHUNK):
             chunk = pairs[start : start + SWAP_CHUNK]
             ids, _ = _padded(chunk, SWAP_CHUNK, fill=(0, 0))
-            for host, blocks in zip(self._host, jax.device_get(self._gather(self.pools, ids)), strict=True):
+            for host, blocks in zip(self._host, jax.device_get(self._gather(self._blocks, ids)), strict=True):
                 host[chunk[:, 1]] = blocks[: len(chunk)]
 
     def swap_in(self, pairs: IntArray) -> None:
         """Copies host blocks back to the device. `pairs` [C, 2] int32: (host block, device block)."""
         for start in range(0, len(pairs), SWAP_CHUNK):
             src, dst = _padded(pairs[start : start + SWAP_CHUNK], SWAP_CHUNK, fill=(0, self.shape.num_blocks))
-            self.pools = self._scatter(self.pools, [host[src] for host in self._host], dst)
+            self._blocks = self._scatter(self._blocks, [host[src] for host in self._host], dst)
 
     def warm_up(self) -> None:
         """Compiles the block moves and runs them on nothing, so that serving never compiles them."""
-        src, dst = _padded(np.empty((0, 2), np.int32), self._max_copies, fill=(0, self.shape.num_blocks))
-        self.pools = self._copy(self.pools, src, dst)
+        src, dst = _padded(np.empty((0, 2), np.int32), self._num_rows, fill=(0, self.shape.num_blocks))
+        self._blocks = self._copy(self._blocks, src, dst)
         if len(self._host[0]):
             src, dst = _padded(np.empty((0, 2), np.int32), SWAP_CHUNK, fill=(0, self.shape.num_blocks))
-            self.pools = self._scatter(self.pools, jax.device_get(self._gather(self.pools, src)), dst)
+            self._blocks = self._scatter(self._blocks, jax.device_get(self._gather(self._blocks, src)), dst)
+
+    @property
+    def _history(self) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.shape.num_blocks, self.shape.block_size), np.int32)
+
+    @property
+    def _blocks(self) -> Blocks:
+        return self.pools, self.tokens.history
+
+    @_blocks.setter
+    def _blocks(self, blocks: Blocks) -> None:
+        self.pools, history = blocks
+        self.tokens = self.tokens._replace(history=history)
 
 
 def _padded(pairs: IntArray, size: int, fill: tuple[int, int]) -> tuple[IntArray, IntArray]:
@@ -205,17 +228,17 @@ def _padded(pairs: IntArray, size: int, fill: tuple[int, int]) -> tuple[IntArray
     return padded[:, 0].copy(), padded[:, 1].copy()
 
 
-def _copy(pools: Pools, src: jax.Array, dst: jax.Array) -> Pools:
-    leaves, treedef = jax.tree.flatten(pools)
-    copied: Pools = jax.tree.unflatten(treedef, copy_blocks(leaves, src, dst))
+def _copy(blocks: Blocks, src: jax.Array, dst: jax.Array) -> Blocks:
+    leaves, treedef = jax.tree.flatten(blocks)
+    copied: Blocks = jax.tree.unflatten(treedef, copy_blocks(leaves, src, dst))
     return copied
 
 
-def _gather(pools: Pools, ids: jax.Array) -> list[jax.Array]:
-    return gather_blocks(jax.tree.leaves(pools), ids)
+def _gather(blocks: Blocks, ids: jax.Array) -> list[jax.Array]:
+    return gather_blocks(jax.tree.leaves(blocks), ids)
 
 
-def _scatter(pools: Pools, blocks: list[jax.Array], ids: jax.Array) -> Pools:
-    leaves, treedef = jax.tree.flatten(pools)
-    written: Pools = jax.tree.unflatten(treedef, scatter_blocks(leaves, blocks, ids))
+def _scatter(blocks: Blocks, new: list[jax.Array], ids: jax.Array) -> Blocks:
+    leaves, treedef = jax.tree.flatten(blocks)
+    written: Blocks = jax.tree.unflatten(treedef, scatter_blocks(leaves, new, ids))
     return written

@@ -17,7 +17,8 @@ from jaxpaged.runner.buckets import Buckets, Program
 from jaxpaged.runner.kv_cache import PoolShape
 from jaxpaged.runner.optional import optional_inputs
 from jaxpaged.runner.pack import Layout
-from jaxpaged.runner.step import StepFunction
+from jaxpaged.runner.step import StepFunction, Tokens
+from jaxpaged_kernels import best_linear
 
 # A parameter, or its shape and dtype.
 Leaf = jax.Array | jax.ShapeDtypeStruct
@@ -35,6 +36,7 @@ class StepLowering:
         graphdef: the model without its arrays, from `nnx.split`.
         treedef: how flat leaves make up the model's state.
         dtype: of activations, and of the keys and values as the model makes them.
+        linear: implementation of the products with weights.
         vocab_size: tokens that may be drawn; the model's own vocabulary may be padded.
     """
 
@@ -44,6 +46,7 @@ class StepLowering:
     dtype: jnp.dtype
     config: EngineConfig
     scheduler: SchedulerConfig
+    linear: str
     vocab_size: int
 
     @classmethod
@@ -53,11 +56,17 @@ class StepLowering:
         """Also the model's leaves: arrays, or shapes for a model of `nnx.eval_shape`."""
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
-        return cls(model.config, graphdef, treedef, main_dtype(leaves), config, scheduler, vocab_size), leaves
+        dtypes = {leaf.dtype for leaf in leaves}
+        linear = config.linear or (best_linear() if len(dtypes) == 1 else "xla")
+        return cls(model.config, graphdef, treedef, main_dtype(leaves), config, scheduler, linear, vocab_size), leaves
 
     @cached_property
     def buckets(self) -> Buckets:
-        return Buckets(self.scheduler.max_num_seqs, self.scheduler.max_num_batched_tokens)
+        return Buckets(
+            self.scheduler.max_num_seqs,
+            self.scheduler.max_num_batched_tokens,
+            skips_padding=self.linear == "native",
+        )
 
     @property
     def max_blocks(self) -> int:
@@ -88,10 +97,13 @@ class StepLowering:
             self.vocab_size,
             self.config.max_logprobs,
             self.config.attention,
+            self.linear,
             self.config.debug_checks,
         )
         blob = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        tokens = jax.ShapeDtypeStruct((layout.num_blocks, layout.block_size), np.int32)
+        history, newest = (layout.num_blocks, layout.block_size), (self.scheduler.max_num_seqs,)
+        shapes: Any = [jax.ShapeDtypeStruct(shape, np.int32) for shape in (history, newest)]
+        tokens = Tokens(*shapes)
         inputs = optional_inputs(layout.program, self.model.vocab_size)
         optional = {name: jax.ShapeDtypeStruct((blob.size,), np.int32) for name, blob in inputs.items()}
         arguments = (leaves, self.pool_shape(layout.num_blocks).abstract(), tokens, blob, optional)

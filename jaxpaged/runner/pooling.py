@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxpaged.core.plan import FloatArray, PoolSpan
+from jaxpaged.core.plan import PoolSpan
 
 
-def sum_spans(hidden: jax.Array, spans: tuple[PoolSpan, ...], num_rows: int) -> FloatArray:
-    """The sum of the hidden states of each span's tokens. [len(spans), E] float32.
+def sum_spans(hidden: jax.Array, spans: tuple[PoolSpan, ...], num_rows: int) -> jax.Array:
+    """The sum of the hidden states of each span's tokens. [num_rows, E] float32, the spans' first.
 
     Compiles once for each shape of `hidden`.
 
@@ -23,8 +23,7 @@ def sum_spans(hidden: jax.Array, spans: tuple[PoolSpan, ...], num_rows: int) -> 
     owner = np.full(len(hidden), num_rows, np.int32)  # outside all rows: left out
     for row, span in enumerate(spans):
         owner[span.start : span.start + span.count] = row
-    sums = _sum_by_owner(hidden, jax.device_put(owner, hidden.sharding), num_rows=num_rows)
-    return np.asarray(sums)[: len(spans)]
+    return _sum_by_owner(hidden, jax.device_put(owner, hidden.sharding), num_rows=num_rows)
 
 
 @partial(jax.jit, static_argnames="num_rows")

@@ -1,4 +1,4 @@
-"""Holds the weights, the pool and the compiled programs, and runs one plan at a time."""
+"""Holds the weights, the pool and the compiled programs, and runs plans."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -25,10 +25,10 @@ from jaxpaged.runner.kv_cache import KVCache
 from jaxpaged.runner.lowering import StepLowering, temporary_bytes
 from jaxpaged.runner.memory import pool_blocks
 from jaxpaged.runner.optional import OptionalInputs
-from jaxpaged.runner.pack import pack
+from jaxpaged.runner.pack import Packed, Packer
 from jaxpaged.runner.pooling import sum_spans
 from jaxpaged.runner.step import StepOutputs
-from jaxpaged.runner.token_pool import TokenPool
+from jaxpaged_kernels import native
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +36,25 @@ logger = logging.getLogger(__name__)
 MAX_COMPILE_THREADS = 8
 
 
+@dataclass(frozen=True)
+class Launched:
+    """A step that the device computes, or has computed.
+
+    Attributes:
+        wanted: what `Runner.fetch` brings to the host; the copies are under way.
+    """
+
+    plan: StepPlan
+    program: Program
+    packed: Packed
+    wanted: dict[str, Any]
+
+
 class Runner:
-    """Executes plans.
+    """Executes plans. Steps run in the order of their launches; the host need not wait for one to launch the next.
 
     Attributes:
         cache: device and host pools.
-        tokens: the token ids of their slots.
         num_blocks: blocks of the device pool, the null block included.
         num_host_blocks: blocks of the host pool.
         guard: counts compilations since warm-up.
@@ -60,6 +73,7 @@ class Runner:
         self.guard = CompileGuard()
         self._leaves: list[jax.Array]
         self._lowering, self._leaves = StepLowering.of(model, config, scheduler, vocab_size=vocab_size)
+        self._prefer_huge_pages()
         self._config = config
         self._device = next(iter(self._leaves[0].devices()))
         self._programs: dict[Program, jax.stages.Compiled] = {}
@@ -75,7 +89,7 @@ class Runner:
             weights_bytes=self.weights_bytes,
             temporaries_bytes=self._measure_temporaries(),
         )
-        self._layouts = {p: self._lowering.layout(p, self.num_blocks) for p in self.buckets.programs}
+        self._packers = {p: Packer(self._lowering.layout(p, self.num_blocks)) for p in self.buckets.programs}
         self.num_host_blocks = config.swap_space // shape.bytes_per_block
         if config.swap_space and not self.num_host_blocks:
             raise ConfigError(
@@ -88,14 +102,7 @@ class Runner:
             self._lowering.pool_shape(self.num_blocks),
             self._device,
             num_host_blocks=self.num_host_blocks,
-            max_copies=scheduler.max_num_seqs,
-        )
-        self.tokens = TokenPool(
-            self.num_blocks,
-            config.block_size,
-            self._device,
-            num_host_blocks=self.num_host_blocks,
-            max_copies=scheduler.max_num_seqs,
+            num_rows=scheduler.max_num_seqs,
         )
         if config.warmup:
             self._run_all()
@@ -114,26 +121,52 @@ class Runner:
     def weights_bytes(self) -> int:
         return sum(leaf.nbytes for leaf in self._leaves)
 
-    def run(self, plan: StepPlan) -> StepResult:
-        """Executes `plan`: swaps, copies, then the step. Blocks until the tokens are on the host.
+    def launch(self, plan: StepPlan) -> Launched:
+        """Has the device execute `plan`, behind all that was launched before: swaps, copies, then the step. Returns
+        before it is computed, except that blocks which are swapped out are waited for.
 
         Raises:
             IndexError: a block id outside the pool.
         """
         program = self.buckets.pick(plan)
-        blob = pack(plan, self._layouts[program])
-        for pool in (self.cache, self.tokens):
-            pool.swap_out(plan.swap_out)
-            pool.swap_in(plan.swap_in)
-            pool.copy(plan.copies)
-        return self._result(self._call(program, blob, plan), plan)
+        packed = self._packers[program].pack(plan)
+        self.cache.swap_out(plan.swap_out)
+        self.cache.swap_in(plan.swap_in)
+        self.cache.copy(plan.copies)
+        wanted = self._wanted(self._call(program, packed.blob, plan), plan)
+        for array in jax.tree.leaves(wanted):
+            array.copy_to_host_async()
+        return Launched(plan, program, packed, wanted)
+
+    def fetch(self, launched: Launched) -> StepResult:
+        """What came of a step. Blocks until it is computed.
+
+        Raises:
+            IndexError: block ids outside the pool reached the device (debug mode).
+        """
+        plan, got = launched.plan, jax.device_get(launched.wanted)
+        self._packers[launched.program].give_back(launched.packed)
+        if bad := int(got.get("num_bad_ids", 0)):
+            raise IndexError(f"{bad} block ids outside the pool reached the device")
+        N, M = len(plan.sampled), sum(len(span.target_ids) for span in plan.prompt_spans)
+        result = StepResult(
+            got["token_ids"][:N],
+            prompt=PositionLogprobs(*(x[:M] for x in got["prompt"])) if M else None,
+            pooled=got["pooled"][: len(plan.pool_spans)] if plan.pool_spans else None,
+        )
+        if "logprobs" in got:
+            names = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+            result = replace(result, **{name: x[:N] for name, x in zip(names, got["logprobs"], strict=True)})
+        if "ids" in got:
+            id_logprobs, id_ranks = got["ids"]
+            result = replace(result, id_logprobs=id_logprobs[:N], id_ranks=id_ranks[:N])
+        return result
 
     def restore_pools(self) -> bool:
         """After a step that failed or was interrupted: fresh pools, if it took them with it; whether it did."""
-        if not self.cache.is_lost and not self.tokens.is_lost:
+        if not self.cache.is_lost:
             return False
         self.cache.allocate()
-        self.tokens.allocate()
         return True
 
     def update_weights(self, state: Any) -> None:
@@ -154,51 +187,44 @@ class Runner:
                     f"being served has {old.dtype}{list(old.shape)}; convert it first"
                 )
         self._leaves = [jax.device_put(new, old.sharding) for new, old in zip(leaves, self._leaves, strict=True)]
+        self._prefer_huge_pages()
 
     def temporaries(self) -> dict[str, int]:
         """Bytes of temporaries of every program compiled so far."""
         return {str(p): temporary_bytes(compiled) for p, compiled in self._programs.items()}
 
+    def _prefer_huge_pages(self) -> None:
+        if self._lowering.linear == "native":
+            native.prefer_huge_pages(self._leaves)
+
     def _call(self, program: Program, blob: np.ndarray, plan: StepPlan | None) -> StepOutputs:
         if program not in self._programs:
             self._programs[program] = self._lower(program).compile()
-        inputs = jax.device_put(blob, self._device), self._optional.of(program, plan)
-        self.cache.pools, self.tokens.tokens, outputs = self._programs[program](
-            self._leaves, self.cache.pools, self.tokens.tokens, *inputs
+        optional = self._optional.of(program, plan)
+        self.cache.pools, self.cache.tokens, outputs = self._programs[program](
+            self._leaves, self.cache.pools, self.cache.tokens, blob, optional
         )
         return outputs
 
-    def _result(self, outputs: StepOutputs, plan: StepPlan) -> StepResult:
-        if self._config.debug_checks and (bad := int(outputs.num_bad_ids)):
-            raise IndexError(f"{bad} block ids outside the pool reached the device")
-        N, drawn = len(plan.sampled), outputs.drawn
-        pooled = None
+    def _wanted(self, outputs: StepOutputs, plan: StepPlan) -> dict[str, Any]:
+        """Those of the step's outputs that `plan` asks for."""
+        drawn = outputs.drawn
+        wanted: dict[str, Any] = {"token_ids": drawn.token_ids}
+        if self._config.debug_checks:
+            wanted["num_bad_ids"] = outputs.num_bad_ids
+        if plan.sample.num_logprobs >= 0:
+            wanted["logprobs"] = drawn.logprobs
+            if plan.adjustments is not None and plan.adjustments.logprob_token_ids:
+                wanted["ids"] = (drawn.id_logprobs, drawn.id_ranks)
+        if plan.prompt_spans:
+            wanted["prompt"] = outputs.prompt
         if plan.pool_spans:
             assert outputs.hidden is not None, "a program of decodes has no hidden states"
-            pooled = sum_spans(outputs.hidden, plan.pool_spans, self.buckets.mixed[-1].num_rows)
-        prompt = None
-        if plan.prompt_spans:
-            M = sum(len(span.target_ids) for span in plan.prompt_spans)
-            prompt = PositionLogprobs(*(x[:M] for x in jax.device_get(outputs.prompt)))
-        if plan.sample.num_logprobs < 0:
-            return StepResult(np.asarray(drawn.token_ids)[:N], prompt=prompt, pooled=pooled)
-        token_ids, logprobs = jax.device_get((drawn.token_ids, drawn.logprobs))
-        result = StepResult(
-            token_ids[:N],
-            logprobs.logprobs[:N],
-            logprobs.ranks[:N],
-            logprobs.top_token_ids[:N],
-            logprobs.top_logprobs[:N],
-            prompt=prompt,
-            pooled=pooled,
-        )
-        if plan.adjustments is None or not plan.adjustments.logprob_token_ids:
-            return result
-        id_logprobs, id_ranks = jax.device_get((drawn.id_logprobs, drawn.id_ranks))
-        return replace(result, id_logprobs=id_logprobs[:N], id_ranks=id_ranks[:N])
+            wanted["pooled"] = sum_spans(outputs.hidden, plan.pool_spans, self.buckets.mixed[-1].num_rows)
+        return wanted
 
     def _lower(self, program: Program) -> jax.stages.Lowered:
-        return self._lowering.lower(self._layouts[program], self._leaves)
+        return self._lowering.lower(self._packers[program].layout, self._leaves)
 
     def _measure_temporaries(self) -> int:
         """Bytes that the largest step takes beside weights and pool. The pool's size does not change it, so a small
@@ -224,9 +250,8 @@ class Runner:
     def _run_all(self) -> None:
         """Runs every program on an empty batch: the first call of a program is slower than the next."""
         for program in self.buckets.programs:
-            outputs = self._call(program, self._layouts[program].empty(), None)
+            outputs = self._call(program, self._packers[program].layout.empty(), None)
             if outputs.hidden is not None:
                 sum_spans(outputs.hidden, (), program.num_rows)
         jax.block_until_ready(outputs)
         self.cache.warm_up()
-        self.tokens.warm_up()

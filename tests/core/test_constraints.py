@@ -37,7 +37,8 @@ def make_request(
 def edits_after(request: Request, output: list[int]) -> dict[int, float]:
     assert request.constraints is not None
     request.sequences[0].output_token_ids[:] = output
-    edits = request.constraints.edits(request.sequences[0])
+    sequence = request.sequences[0]
+    edits = request.constraints.edits(sequence, len(sequence.output_token_ids))
     assert len(edits.token_ids) == len(edits.values)
     total: dict[int, float] = {}
     for token, value in zip(edits.token_ids.tolist(), edits.values.tolist(), strict=True):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from paged_model import PagedModel, tokens_alone
+from paged_model import PagedModel, next_token, tokens_alone
 
 from jaxpaged.config import CacheConfig, SchedulerConfig
+from jaxpaged.core.beam import BeamSettings
 from jaxpaged.core.plan import StepPlan, StepResult
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import InvalidRequestError, QueueFullError
@@ -108,16 +109,96 @@ def test_sampling_parameters_reach_the_row_as_the_device_wants_them() -> None:
     assert rig.step().sample.num_logprobs == -1
 
 
-def test_one_plan_at_a_time() -> None:
+def test_one_plan_ahead_and_no_more() -> None:
     rig = Rig()
     rig.add("a", 3)
-    plan = rig.schedule()
-    with pytest.raises(RuntimeError, match="neither updated nor failed"):
+    first = rig.schedule()
+    result = rig.model.run(first)
+    second = rig.schedule()
+    assert second.token_ids.tolist() == [-1 - first.sample.row[0]] and second.positions.tolist() == [3]
+    with pytest.raises(RuntimeError, match="two plans are under way"):
         rig.scheduler.schedule()
-    result = rig.model.run(plan)
-    rig.scheduler.update(plan, result)
-    with pytest.raises(RuntimeError, match="not the plan"):
-        rig.scheduler.update(plan, result)
+    with pytest.raises(RuntimeError, match="not the oldest plan"):
+        rig.scheduler.update(second, result)
+    assert rig.scheduler.update(first, result) == [0]
+    with pytest.raises(RuntimeError, match="not the oldest plan"):
+        rig.scheduler.update(first, result)
+    assert rig.schedule().positions.tolist() == [4]
+
+
+def test_nothing_is_planned_beyond_a_known_end() -> None:
+    rig = Rig()
+    rig.add("a", 3, max_tokens=2)
+    first, second = rig.schedule(), rig.schedule()
+    rig.scheduler.update(first, rig.model.run(first))
+    assert rig.scheduler.schedule() is None and rig.scheduler.has_unfinished()
+    rig.scheduler.update(second, rig.model.run(second))
+    assert not rig.scheduler.has_unfinished()
+
+
+def test_a_stop_token_ends_a_sequence_that_has_been_planned_further() -> None:
+    rig = Rig()
+    stop = next_token([*range(3)], seed=0)
+    request = rig.add("a", [*range(3)], stop_token_ids=[stop])
+    other = rig.add("b", 5)
+    first, second = rig.schedule(), rig.schedule()
+    results = [rig.model.run(first), rig.model.run(second)]
+    rig.scheduler.update(first, results[0])
+    sequence = request.sequences[0]
+    assert (sequence.finish_reason, sequence.stop_reason, sequence.block_table) == (FinishReason.STOP, stop, [])
+    assert [second.sampled[i].request for i in rig.scheduler.update(second, results[1])] == [other]
+    assert sequence.output_token_ids == [stop]
+    rig.run()
+
+
+def test_nobody_gives_way_before_all_tokens_are_known() -> None:
+    rig = Rig(num_blocks=4, block_size=2, prefix=False)
+    rig.add("a", 3, max_tokens=4, arrival_time=0)
+    rig.add("b", 3, max_tokens=4, arrival_time=1)
+    first, second = rig.schedule(), rig.schedule()
+    results = [rig.model.run(first), rig.model.run(second)]
+    rig.scheduler.update(first, results[0])
+    assert rig.scheduler.schedule() is None
+    assert rig.scheduler.stats().preemptions_total == 0
+    rig.scheduler.update(second, results[1])
+    assert rig.schedule().scheduled == tuple(rig.requests["a"].sequences)
+    assert rig.scheduler.stats().preemptions_total == 1
+
+
+def test_who_depends_on_the_text_waits_for_it() -> None:
+    rig = Rig()
+    rig.add("a", 3, beam_search=BeamSettings(), n=2)
+    rig.add("b", 5)
+    plan = rig.schedule()
+    assert rig.scheduler.schedule() is None  # though b could go on
+    rig.scheduler.update(plan, rig.model.run(plan))
+    assert rig.run() > 0
+
+
+def test_a_prefix_planned_in_the_last_step_is_found_in_the_next() -> None:
+    rig = Rig(block_size=4)
+    rig.add("a", list(range(9)), arrival_time=0)
+    first = rig.schedule()
+    late = rig.add("b", list(range(9)), arrival_time=1)
+    second = rig.schedule()
+    assert late.num_cached_tokens == 8 and len(second.token_ids) == 2
+    for plan in (first, second):
+        rig.scheduler.update(plan, rig.model.run(plan))
+    rig.run()
+
+
+def test_a_plan_behind_a_failed_one_never_ran() -> None:
+    rig = Rig(block_size=4)
+    failing = rig.add("a", list(range(9)), arrival_time=0)
+    first = rig.schedule()
+    late = rig.add("b", list(range(9)), arrival_time=1)
+    second = rig.schedule()
+    assert rig.scheduler.fail(first) == [failing]
+    with pytest.raises(RuntimeError, match="not the oldest plan"):
+        rig.scheduler.update(second, StepResult(np.zeros(1, np.int32)))
+    del rig.requests["a"]
+    rig.run()
+    assert late.sequences[0].finish_reason is FinishReason.LENGTH
 
 
 # Who runs

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from paged_model import VOCAB, PagedModel, tokens_alone
@@ -13,6 +15,7 @@ from paged_model import VOCAB, PagedModel, tokens_alone
 from jaxpaged.config import CacheConfig, SchedulerConfig
 from jaxpaged.core.beam import BeamSettings
 from jaxpaged.core.block_keys import root_key
+from jaxpaged.core.plan import StepPlan, StepResult
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.request import FinishReason, Request, SamplingParams
@@ -114,10 +117,16 @@ def configs(draw: st.DrawFn) -> tuple[SchedulerConfig, CacheConfig]:
 class Drive:
     """A scheduler and a model in a loop, with what should come of it."""
 
-    def __init__(self, config: SchedulerConfig, cache: CacheConfig) -> None:
+    def __init__(self, config: SchedulerConfig, cache: CacheConfig, *, ahead: bool) -> None:
+        """
+        Args:
+            ahead: each step is planned, and run, before the results of the last are known.
+        """
         self.scheduler = Scheduler(config, cache)
         self.model = PagedModel(cache)
         self.requests: list[Request] = []
+        self.ahead = ahead
+        self.under_way: deque[tuple[StepPlan, StepResult]] = deque()
 
     def add(self, request: Request) -> bool:
         try:
@@ -150,25 +159,34 @@ class Drive:
             if not what.in_flight:
                 self.disturb(what)
         plan = self.scheduler.schedule()
-        if plan is None:
+        if plan is not None:
+            self.under_way.append((plan, self.model.run(plan)))
+        if not self.under_way:
             assert not self.scheduler.has_unfinished(), "unfinished requests, but nothing to compute"
             return False
         for what in quiet:
             if what.in_flight:
                 self.disturb(what)
+        if len(self.under_way) == 1 and plan is not None and self.ahead:
+            return True
+        plan, result = self.under_way.popleft()
         if "fail" in loud:
             alive = {s.request.request_id for s in plan.scheduled if not s.request.is_finished}
             failed = self.scheduler.fail(plan)
             assert {r.request_id for r in failed} == alive
             assert all(s.is_finished for r in failed for s in r.sequences)
+            for lost in (plan, *(behind for behind, _ in self.under_way)):
+                self.model.spoil(lost)
+            self.under_way.clear()
             self.scheduler.check_invariants()
         elif "drop_kv" in loud:
             self.model.device[:] = self.model.host[:] = -1
+            self.under_way.clear()
             self.scheduler.drop_kv()
             self.scheduler.check_invariants()
         else:
             alive = [i for i, s in enumerate(plan.sampled) if not s.is_finished and s.request.beams is None]
-            assert self.scheduler.update(plan, self.model.run(plan)) == alive
+            assert self.scheduler.update(plan, result) == alive
         return True
 
     def check_keys(self) -> None:
@@ -203,12 +221,16 @@ def check_outputs(drive: Drive, max_model_len: int) -> None:
                 assert (reason, sequence.stop_reason) == (FinishReason.LENGTH, None)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one ahead"])
 @settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(configs(), arrivals(), disturbances)
 def test_tokens_do_not_depend_on_the_schedule(
-    configured: tuple[SchedulerConfig, CacheConfig], coming: list[Arrival], troubles: list[Disturbance]
+    ahead: bool,
+    configured: tuple[SchedulerConfig, CacheConfig],
+    coming: list[Arrival],
+    troubles: list[Disturbance],
 ) -> None:
-    drive = Drive(*configured)
+    drive = Drive(*configured, ahead=ahead)
     step, last = 0, max(a.step for a in coming)
     while True:
         for arrival in coming:

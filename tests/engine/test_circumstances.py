@@ -6,7 +6,7 @@ reaches them through a pool of a few blocks, with neighbours, chunks, prefix hit
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -53,6 +53,8 @@ CONFIGS = {
         watermark=0.1,
     ),
 }
+# Every other engine waits for the results of each step before the next.
+CONFIGS |= {f"{name}, in turn": replace(config, async_scheduling=False) for name, config in CONFIGS.items()}
 # Prompts are heads of these, so that they share prefixes of any length.
 STREAMS = np.random.default_rng(0).integers(0, NUM_TOKENS - 4, (3, 40)).tolist()
 
@@ -95,9 +97,7 @@ def jobs(draw: st.DrawFn) -> Job:
 @pytest.fixture(scope="module")
 def engines(tiny_model: nnx.Module, tiny_tokenizer: object) -> dict[str, Engine]:
     def start(config: EngineConfig) -> Engine:
-        checked = EngineConfig(
-            **{**vars(config), "debug_checks": True, "warmup": False, "compilation_cache": "", "max_logprobs": 2}
-        )
+        checked = replace(config, debug_checks=True, warmup=False, compilation_cache="", max_logprobs=2)
         return Engine(tiny_model, tiny_tokenizer, checked, generation=GenerationConfig(eos_token_ids=(EOS,)))
 
     return {name: start(config) for name, config in CONFIGS.items()}
@@ -128,7 +128,7 @@ def run(engine: Engine, batch: list[Job]) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 @given(batch=st.lists(jobs(), min_size=1, max_size=8))
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_tokens_are_those_of_the_request_alone(
     engines: dict[str, Engine], alone: Alone, name: str, batch: list[Job]
 ) -> None:

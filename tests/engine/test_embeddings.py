@@ -209,7 +209,7 @@ def test_a_step_that_fails_ends_its_requests(start: StartEngine, monkeypatch: py
     engine = start()
     engine.add_request("a", STREAMS[0][:5], RAW["mean"])
     with monkeypatch.context() as patch:
-        patch.setattr(engine._runner, "run", lambda plan: 1 / 0)
+        patch.setattr(engine._runner, "launch", lambda plan: 1 / 0)
         [output] = engine.step()
     assert output.embedding is None and output.error is not None and "ZeroDivisionError" in output.error
     assert finish(engine) == {}

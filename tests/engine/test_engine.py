@@ -143,7 +143,7 @@ def test_the_length_limit_clips_max_tokens(engine: Engine) -> None:
 
 
 def test_siblings_share_the_prompt_and_copy_only_its_last_block(tiny_model: nnx.Module) -> None:
-    engine = Engine(tiny_model, None, with_changes(SMALL, enable_prefix_caching=False))
+    engine = Engine(tiny_model, None, with_changes(SMALL, enable_prefix_caching=False, async_scheduling=False))
     params = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=3, ignore_eos=True)
     engine.add_request("r", PROMPT, params)  # 22 tokens: 5 full blocks and half a block
     used = []
@@ -238,7 +238,7 @@ class TestFailure:
         engine.add_request("fails", PROMPT, params)
         engine.step()
         runner = engine._runner
-        run_step = runner.run
+        launch = runner.launch
 
         def fail(plan: object) -> None:
             if loses_pool:
@@ -247,14 +247,14 @@ class TestFailure:
                         array.delete()
             raise RuntimeError("device is on fire")
 
-        monkeypatch.setattr(runner, "run", fail)
+        monkeypatch.setattr(runner, "launch", fail)
         engine.add_request("late", PROMPT[:3], params, arrival_time=1e9)
         with caplog.at_level(logging.ERROR):
             (failed,) = [o for o in engine.step() if o.request_id == "fails"]
         assert failed.finished and failed.outputs[0].finish_reason == "error"
         assert failed.error is not None and "device is on fire" in failed.error
         assert sum(r.levelno >= logging.ERROR for r in caplog.records) == 1
-        monkeypatch.setattr(runner, "run", run_step)
+        monkeypatch.setattr(runner, "launch", launch)
         engine.add_request("next", PROMPT, params)
         outputs = {o.request_id: o for o in run(engine)}
         assert outputs["next"].outputs[0].token_ids == alone(PROMPT, 6)

@@ -13,20 +13,23 @@ LAYERS, BLOCKS = 2, 2 * SWAP_CHUNK + 10
 
 
 def make_cache(num_host_blocks: int = 0) -> KVCache:
-    """Each block holds its own number in every slot, negated in V, plus 1000 a layer."""
+    """Each block holds its own number in every slot, negated in V, plus 1000 a layer; as does the history of tokens."""
     shape = PoolShape(LAYERS, BLOCKS, 2, 1, 4, jnp.dtype(jnp.float32))
-    cache = KVCache(shape, jax.devices()[0], num_host_blocks=num_host_blocks, max_copies=4)
+    cache = KVCache(shape, jax.devices()[0], num_host_blocks=num_host_blocks, num_rows=4)
     numbers = jnp.broadcast_to(jnp.arange(BLOCKS, dtype=jnp.float32)[:, None, None, None], cache.shape.array)
     cache.pools = [(numbers + 1000 * layer, -numbers - 1000 * layer) for layer in range(LAYERS)]
+    history = jnp.broadcast_to(jnp.arange(BLOCKS, dtype=jnp.int32)[:, None], (BLOCKS, 2))
+    cache.tokens = cache.tokens._replace(history=history)
     return cache
 
 
 def contents(cache: KVCache) -> list[int]:
-    """The number in each block, the same in all slots and in both arrays of every layer."""
+    """The number in each block, the same in all slots, in both arrays of every layer and in the history of tokens."""
     arrays = [x for i, (k, v) in enumerate(cache.pools) for x in (np.asarray(k) - 1000 * i, -np.asarray(v) - 1000 * i)]
     numbers = arrays[0][:, 0, 0, 0]
     for array in arrays:
         assert (array == numbers[:, None, None, None]).all()
+    assert (np.asarray(cache.tokens.history) == numbers[:, None]).all()
     return numbers.astype(int).tolist()
 
 
@@ -64,12 +67,14 @@ class Failed:
         raise RuntimeError("INTERNAL: the device is on fire")
 
 
-@pytest.mark.parametrize("how", ["donated", "failed later", "not allocated"])
+@pytest.mark.parametrize("how", ["donated", "tokens donated", "failed later", "not allocated"])
 def test_a_lost_pool_is_noticed_and_replaced(how: str) -> None:
     cache = make_cache()
     assert not cache.is_lost
     if how == "donated":
         cache.pools[1][0].delete()
+    elif how == "tokens donated":
+        cache.tokens.newest.delete()
     elif how == "failed later":
         failed: jax.Array = Failed()  # type: ignore[assignment]
         cache.pools[1] = (cache.pools[1][0], failed)
@@ -78,4 +83,4 @@ def test_a_lost_pool_is_noticed_and_replaced(how: str) -> None:
     assert cache.is_lost
     cache.allocate()
     assert not cache.is_lost
-    assert all(not np.asarray(x).any() for pair in cache.pools for x in pair)
+    assert all(not np.asarray(x).any() for x in jax.tree.leaves((cache.pools, cache.tokens)))

@@ -12,7 +12,6 @@ from jaxpaged.core.plan import Adjustments, Penalties, PromptSpan
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.runner.buckets import Program
 from jaxpaged.runner.optional import FEW_EDITS, OptionalInputs, optional_inputs, pack_optional
-from jaxpaged.runner.token_pool import TokenPool
 
 I32, F32 = np.int32, np.float32
 MIXED, DECODE = Program("mixed", 8, 4), Program("decode", 4, 4)
@@ -81,21 +80,3 @@ def test_prompt_spans_lie_behind_each_other() -> None:
     found = read_back(MIXED, pack_optional(replace(PLAN, prompt_spans=spans), optional_inputs(MIXED, VOCAB)))
     assert found["prompt"]["count"] == [3]
     assert found["prompt"]["token_index"][:3] == [1, 2, 5] and found["prompt"]["target_ids"][:3] == [40, 41, 42]
-
-
-def test_tokens_move_like_kv() -> None:
-    count = 35  # more than one call of the swap programs moves
-    pool = TokenPool(80, 2, jax.devices()[0], num_host_blocks=count, max_copies=3)
-    pool.tokens = jax.numpy.arange(160, dtype=jax.numpy.int32).reshape(80, 2)
-    pool.copy(I32([[5, 6], [6, 7]]))
-    assert np.asarray(pool.tokens)[5:9].tolist() == [[10, 11], [10, 11], [12, 13], [16, 17]]
-    device, host = np.arange(40, 40 + count), np.random.default_rng(0).permutation(count)
-    pool.swap_out(np.stack([device, host], axis=1).astype(I32))
-    pool.copy(I32([[1, 41]]))
-    pool.swap_in(np.stack([host, device - 39], axis=1).astype(I32))
-    assert np.asarray(pool.tokens)[1 : 1 + count].tolist() == [[2 * b, 2 * b + 1] for b in device.tolist()]
-    assert not pool.is_lost
-    pool.tokens.delete()
-    assert pool.is_lost
-    pool.allocate()
-    assert not pool.is_lost and not np.asarray(pool.tokens).any()

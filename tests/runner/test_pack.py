@@ -9,7 +9,7 @@ import pytest
 from jaxpaged.core.plan import SampleBatch, StepPlan
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.runner.buckets import Buckets, Program
-from jaxpaged.runner.pack import Layout, pack
+from jaxpaged.runner.pack import NO_ROW, Layout, Packer
 
 I32, F32 = np.int32, np.float32
 NO_PAIRS = np.empty((0, 2), np.int32)
@@ -36,6 +36,7 @@ def make_plan(query_lens: list[int], kv_lens: list[int], tables: list[list[int]]
             min_p=np.full(N, 0.1, F32),
             seed=np.stack([np.arange(N), np.full(N, 0xFFFFFFFF)], 1).astype(np.uint32),
             position=np.array(draws, I32) + 7,
+            row=np.arange(N, dtype=I32)[::-1] + 5,
             num_logprobs=3,
         ),
         sampled=(sequence,) * N,
@@ -49,7 +50,7 @@ def make_plan(query_lens: list[int], kv_lens: list[int], tables: list[list[int]]
 def test_the_device_reads_back_the_plan() -> None:
     plan = make_plan([1, 5], kv_lens=[6, 7], tables=[[3, 2], [5, 4]], draws=[0, 5])
     layout = Layout(Program("mixed", 8, 3), max_blocks=4, block_size=4, num_blocks=6)
-    on_device = jax.device_get(jax.jit(layout.unpack)(pack(plan, layout)))
+    on_device = jax.device_get(jax.jit(layout.unpack)(Packer(layout).pack(plan).blob))
     expected = {
         "token_ids": [100, 101, 102, 103, 104, 105, 0, 0],
         "positions": [5, 2, 3, 4, 5, 6, 0, 0],
@@ -67,6 +68,7 @@ def test_the_device_reads_back_the_plan() -> None:
         "min_p": F32([0.1, 0.1, 0.0]),
         "seed": [[0, 0xFFFFFFFF], [1, 0xFFFFFFFF], [0, 0]],
         "draw_position": [7, 12, 0],
+        "draw_rows": [6, 5, NO_ROW],
     }
     assert on_device.keys() == expected.keys()
     for name, value in expected.items():
@@ -81,7 +83,21 @@ def test_the_device_reads_back_the_plan() -> None:
 def test_a_bad_block_id_never_reaches_the_device(tables: list[list[int]], message: str) -> None:
     plan = make_plan([1], kv_lens=[6], tables=tables, draws=[0])
     with pytest.raises(IndexError, match=message):
-        pack(plan, Layout(Program("decode", 2, 2), max_blocks=4, block_size=4, num_blocks=6))
+        Packer(Layout(Program("decode", 2, 2), max_blocks=4, block_size=4, num_blocks=6)).pack(plan)
+
+
+def test_a_blob_that_was_used_before_holds_nothing_of_it() -> None:
+    layout = Layout(Program("mixed", 8, 3), max_blocks=4, block_size=4, num_blocks=6)
+    large = make_plan([1, 1, 6], kv_lens=[6, 9, 7], tables=[[3, 2, 1], [5, 4, 1, 2], [1, 2, 3]], draws=[0, 1, 7])
+    small = make_plan([1, 2], kv_lens=[2, 4], tables=[[2], [4]], draws=[0])
+    wide = make_plan([1], kv_lens=[13], tables=[[2, 3, 4, 5]], draws=[0])
+    packer = Packer(layout)
+    for plan in (large, small, wide, large, wide, small, large):
+        packed = packer.pack(plan)
+        np.testing.assert_array_equal(packed.blob, Packer(layout).pack(plan).blob)
+        packer.give_back(packed)
+    assert packer.pack(large) is packed
+    assert packer.pack(large) is not packed
 
 
 def test_buckets_are_a_sum_and_each_plan_gets_the_smallest_that_holds_it() -> None:
@@ -107,3 +123,10 @@ def test_buckets_are_a_sum_and_each_plan_gets_the_smallest_that_holds_it() -> No
 def test_buckets_of_one_sequence() -> None:
     assert [str(p) for p in Buckets(1, 1).programs] == ["decode[2]", "mixed[32]"]
     assert [str(p) for p in Buckets(4, 33).programs] == ["decode[2]", "decode[4]", "mixed[32]", "mixed[33]"]
+
+
+def test_few_buckets_where_padding_costs_nothing() -> None:
+    assert [str(p) for p in Buckets(32, 512, skips_padding=True).programs] == [
+        "decode[2]", "decode[16]", "decode[32]", "mixed[64]", "mixed[512]",
+    ]  # fmt: skip
+    assert [str(p) for p in Buckets(1, 1, skips_padding=True).programs] == ["decode[2]", "mixed[32]"]

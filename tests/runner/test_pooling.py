@@ -23,7 +23,7 @@ def test_each_span_is_summed_in_float32(dtype: jnp.dtype) -> None:
     spans = (span(3, 40), span(50, 1), span(60, 4))
     exact = np.asarray(hidden, np.float64)
     expected = [exact[s.start : s.start + s.count].sum(0) for s in spans]
-    sums = sum_spans(hidden, spans, 4)
+    sums = np.asarray(sum_spans(hidden, spans, 4))[:3]
     assert sums.shape == (3, 5) and sums.dtype == np.float32
     np.testing.assert_allclose(sums, expected, rtol=1e-5, atol=1e-3)
 
