@@ -15,6 +15,7 @@ from jaxpaged.commands.options import (
     engine_options,
     sampling_options,
 )
+from jaxpaged.commands.trace import add_trace_options, trace_file
 from jaxpaged.errors import ConfigError, JaxpagedError
 
 
@@ -33,6 +34,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     parser.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to complete (default: standard input)")
     add_sampling_options(parser, max_tokens=128)
+    add_trace_options(parser)
     add_engine_options(parser, max_num_seqs="1", warmup=False)
     parser.set_defaults(max_num_seqs=1, warmup=False)
 
@@ -44,7 +46,11 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxpaged.llm import LLM
 
-    with LLM(args.model, **engine_options(args)) as llm:
+    with (
+        trace_file(args.trace, args.trace_limit) as file,
+        LLM(args.model, **engine_options(args)) as llm,
+        llm.recording(file),
+    ):
         params = replace(llm.get_default_sampling_params(), **sampling_options(args))
         for output in llm.stream(prompt, params):
             print(output.outputs[0].text, end="", flush=True)

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from jaxpaged.capacity import Capacity, MemoryUse, kv_bytes_per_token, paged_use, plan_capacity, reserved_use
 from jaxpaged.commands.options import KV_CACHE_DTYPE_HELP, MODEL_HELP, add_command, count, size
+from jaxpaged.commands.plan_deployment import add_deployment_options, run_deployment
 from jaxpaged.config import GIB, KVCacheDType, format_size
 from jaxpaged.errors import ConfigError
 
@@ -24,12 +25,15 @@ def add_parser(commands: Any) -> None:
         summary="how many requests fit a given memory",
         description=(
             "Print how many requests of a given length fit a given KV memory at once, paged and, for comparison,\n"
-            "with memory reserved for the longest possible request. Give a model, or its shape."
+            "with memory reserved for the longest possible request. Give a model, or its shape.\n"
+            "With --device or --memory: what is left for KV beside the weights of MODEL, how many requests run at\n"
+            "once, and (with --rate or --trace) a simulation of serving them."
         ),
         example=(
             "  jaxpaged plan smollm2-135m-instruct --pool 1GiB --tokens 500\n"
             "  jaxpaged plan --layers 32 --kv-heads 8 --head-dim 128 --dtype float16 --pool 60GiB --tokens 2000 \\\n"
-            "    --shared-prefix 1500"
+            "    --shared-prefix 1500\n"
+            "  jaxpaged plan MODEL --device h200 --prompt 1500 --output 500 --shared-prefix 1024 --rate 5"
         ),
     )
     parser.add_argument("model", nargs="?", metavar="MODEL", help=MODEL_HELP)
@@ -39,7 +43,9 @@ def add_parser(commands: Any) -> None:
     shape.add_argument("--head-dim", type=int, metavar="N", help="size of a head")
     parser.add_argument("--dtype", choices=tuple(_DTYPE_BYTES), help="of the KV (default: the model's, else bfloat16)")
     parser.add_argument("--kv-cache-dtype", choices=get_args(KVCacheDType), default="auto", help=KV_CACHE_DTYPE_HELP)
-    parser.add_argument("--pool", type=size, default=GIB, metavar="SIZE", help="memory for KV (default: 1GiB)")
+    parser.add_argument(
+        "--pool", type=size, metavar="SIZE", help="memory for KV (default: 1GiB; of a device what is left)"
+    )
     parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a block (default: 16)")
     parser.add_argument("--tokens", type=count, default=1024, metavar="N", help="of a request (default: 1024)")
     parser.add_argument("--shared-prefix", type=count, default=0, metavar="N", help="leading tokens that all share")
@@ -53,17 +59,22 @@ def add_parser(commands: Any) -> None:
         metavar="N,N,...",
         help="also: what requests of these tokens take together",
     )
+    add_deployment_options(parser)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.device is not None or args.memory is not None:
+        return run_deployment(args)
+    if args.rate is not None or args.trace is not None:
+        raise ConfigError("--rate and --trace need MODEL and --device, for the time that steps take")
     shape = _shape(args)
     reserve = args.reserve or max(shape.max_len, args.tokens, *args.lengths)
     if args.lengths and max(args.lengths) > reserve:
         raise ConfigError(f"--lengths has {max(args.lengths)}, more than the {reserve} tokens of --reserve; raise that")
     capacity = plan_capacity(
         bytes_per_token=shape.bytes_per_token,
-        pool_bytes=args.pool,
+        pool_bytes=args.pool or GIB,
         block_size=args.block_size,
         tokens=args.tokens,
         shared_prefix=args.shared_prefix,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import logging
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxpaged.commands.options import MODEL_HELP, add_command, add_engine_options, count, engine_options, size
+from jaxpaged.commands.trace import add_trace_options, trace_file
 from jaxpaged.config import EngineConfig
 from jaxpaged.errors import ConfigError
 
@@ -34,6 +36,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help=MODEL_HELP)
     _add_server_options(parser)
+    add_trace_options(parser)
     add_engine_options(parser)
 
 
@@ -88,6 +91,8 @@ def _add_server_options(parser: argparse.ArgumentParser) -> None:
         **unset,
     )
     add("--enable-request-id-headers", help="answer with X-Request-Id", **flag)
+    add("--dashboard", help="show the KV memory live at /dashboard", **flag)
+    add("--dashboard-public", help="/dashboard needs no key", **flag)
     add("--enable-dev-endpoints", help="offer POST /reset_prefix_cache", **flag)
     add(
         "--no-vllm-metric-aliases",
@@ -173,10 +178,16 @@ def run(args: argparse.Namespace) -> int:
 
     from jaxpaged.engine.engine import Engine
     from jaxpaged.server import bind, run_server
+    from jaxpaged.trace import recording
 
     sockets = bind(config)  # loading and compiling take minutes: an address in use is better known before
     try:
-        run_server(Engine.from_pretrained(args.model, engine_config), config, sockets)
+        with trace_file(args.trace, args.trace_limit) as file:
+            engine = Engine.from_pretrained(args.model, engine_config)
+            # What is loaded by now stays: a collector that looks at all of it again and again takes 3 % of the time.
+            gc.freeze()
+            with recording(engine, file):
+                run_server(engine, config, sockets)
     finally:
         for sock in sockets:
             sock.close()

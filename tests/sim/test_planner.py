@@ -1,0 +1,142 @@
+"""`jaxpaged plan` for a device: arithmetic by hand, the engine's own allocation, and what does not fit."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from flax import nnx
+from support import tiny_config
+
+from jaxpaged.cli import main
+from jaxpaged.config import GIB, MIB, EngineConfig, ModelConfig
+from jaxpaged.engine.engine import Engine
+from jaxpaged.errors import ConfigError
+from jaxpaged.sim import CostModel, Dataset, Fixed, ModelShape, Setup, find_device
+from jaxpaged.sim.planner import DeploymentPlan, Load, plan_deployment
+from jaxpaged.sim.saturation import saturate
+
+LLAMA_3_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 128_256,
+    "hidden_size": 4096,
+    "intermediate_size": 14_336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def plan(config: ModelConfig, load: Load, **options: Any) -> DeploymentPlan:
+    return plan_deployment(config, ModelShape.of(config), load, **options)
+
+
+def test_the_arithmetic_is_that_of_the_engine(tiny_model: nnx.Module) -> None:
+    """Weights and pool as they are allocated here, for two sizes of pool."""
+    for pool in (MIB, 3 * MIB + 12_345):
+        engine = Engine(tiny_model, None, EngineConfig(kv_cache_memory=pool, warmup=False))
+        made = plan(tiny_model.config, Load(50, 50), device_memory=GIB, pool_bytes=pool, max_num_batched_tokens=512)
+        cache = sum(leaf.nbytes for leaf in jax.tree.leaves(engine._runner.cache.pools))
+        weights = sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(tiny_model)))
+        assert made.memory.weights == weights == engine._runner.weights_bytes
+        assert made.shared.blocks == engine.cache_config.num_blocks
+        assert made.shared.blocks * made.shared.bytes_per_block == pytest.approx(cache, rel=0.02)
+        engine.shutdown()
+
+
+def test_a_prefix_by_hand() -> None:
+    """Blocks of 16: 10 tokens of prompt and 22 of output are 2 blocks; with 48 in front, 5, of which 3 are shared."""
+    config = tiny_config()
+    block = 16 * ModelShape.of(config).kv_token_bytes
+    options = {"device_memory": GIB, "pool_bytes": 104 * block, "max_num_batched_tokens": 64}
+    assert plan(config, Load(10, 22), **options).unshared.requests == 103 // 2
+    made = plan(config, Load(58, 22, shared_prefix=48), **options)
+    assert made.unshared.requests == 103 // 5 and made.shared.requests == (103 - 3) // 2
+    assert made.average_requests == (103 - 3) // 2, "58 + 11 tokens are 5 blocks too"
+
+
+def test_the_pool_is_what_is_left() -> None:
+    made = plan(tiny_config(), Load(8, 8), device_memory=GIB, jax_memory_fraction=0.5, gpu_memory_utilization=0.8)
+    memory = made.memory
+    assert memory.usable == int(GIB // 2 * 0.8)
+    assert memory.pool == memory.usable - memory.weights - memory.temporaries
+    assert made.shared.blocks == memory.pool // made.shared.bytes_per_block
+
+
+@pytest.mark.parametrize(
+    ("load", "options", "message"),
+    [
+        (Load(100, 29), {}, "129 tokens, but the model was made for 128"),
+        (Load(0, 5), {}, "prompt is 0"),
+        (Load(10, 5, 11), {}, "shared_prefix is 11"),
+        (Load(10, 5), {"device_memory": 200_000}, r"does not fit: .* short"),
+        (Load(10, 5), {"jax_memory_fraction": 1.5}, "share of JAX is 1.5"),
+    ],
+)
+def test_what_cannot_be(load: Load, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan(tiny_config(), load, **{"device_memory": GIB, **options})
+
+
+def test_saturation_by_hand() -> None:
+    """Eight at once, a step each second: 8 tokens a second, of which each request has 10, but for the last."""
+    config = tiny_config()
+    device = replace(find_device("l4"), bandwidth=1e15, flops=1e20)
+    cost = CostModel(ModelShape.of(config), device)
+    seconds = cost.constants.overhead + 8 * cost.constants.per_sequence
+    setup = Setup(slots=16 * 64, max_model_len=64, max_num_seqs=8)
+    full = saturate(setup, Dataset(Fixed(6), Fixed(10)), cost)
+    assert full.batch == 8
+    assert full.output_tokens_per_s == pytest.approx(8 / seconds, rel=0.02)
+    assert full.requests_per_s == pytest.approx(0.8 / seconds, rel=0.02)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_3_8B))
+    return str(path)
+
+
+def test_llama_3_8b_on_an_h200(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """8,030,261,248 parameters; 2 x 32 layers x 8 heads x 128 x 2 bytes a token; 1500 + 500 tokens are 125 blocks."""
+    argv = ["plan", model, "--device", "h200", "--prompt", "1500", "--output", "500", "--shared-prefix", "1024"]
+    assert main([*argv, "--json", "--rate", "4", "--duration", "5"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["weights"] == 2 * 8_030_261_248
+    assert found["shared"]["bytes_per_token"] == 131_072 and found["unshared"]["blocks_per_request"] == 125
+    blocks = found["memory"]["pool"] // (16 * 131_072) - 1
+    assert found["unshared"]["requests"] == blocks // 125
+    assert found["shared"]["requests"] == (blocks - 64) // (125 - 64)
+    simulated = found["simulated"]
+    assert simulated["finished"] == simulated["requests"] > 0
+    assert simulated["prefix_hit_tokens"] == 1024 * (simulated["requests"] - 1), "all but the first find the prefix"
+    assert simulated["saturation"]["requests_per_s"] > simulated["requests_per_s"]
+    assert main(argv) == 0
+    printed = capsys.readouterr().out
+    assert "8,030,261,248 parameters" in printed and "jaxpaged serve" in printed
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["MODEL", "--device", "t4"], "does not fit: of 16.00 GiB"),
+        (["MODEL", "--device", "h300"], "no device 'h300'"),
+        (["MODEL", "--memory", "80GiB", "--rate", "3"], "--rate and --trace need --device"),
+        (["MODEL", "--rate", "3"], "need MODEL and --device"),
+        (["--device", "h200"], "--device and --memory need MODEL"),
+    ],
+)
+def test_one_line_for_what_cannot_be(
+    flags: list[str], message: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *(model if flag == "MODEL" else flag for flag in flags)]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
