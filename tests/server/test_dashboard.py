@@ -1,0 +1,291 @@
+"""/dashboard: who may see it, what it shows, and that nobody who looks can hold up the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+from server.fake_engine import FakeEngine
+from server.live_server import Client, running_server
+
+from jaxpaged.config import CacheConfig, SchedulerConfig
+from jaxpaged.core.plan import StepResult
+from jaxpaged.core.scheduler import Scheduler
+from jaxpaged.core.stats import SchedulerStats
+from jaxpaged.engine.stats import EngineStats
+from jaxpaged.outputs import RequestOutput
+from jaxpaged.request import Request, SamplingParams
+from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.dashboard import MAX_VIEWERS, Dashboard
+from jaxpaged.server.dashboard_feed import MAX_BEHIND, FigureSource, StepFeed
+from jaxpaged.server.metrics import ServerMetrics
+from jaxpaged.trace import Header, Record, Replay
+
+
+class WatchedEngine(FakeEngine):
+    """With a real scheduler, whose requests never end, that plans a step with every step of the fake one."""
+
+    def __init__(self, tokenizer: object = None, **options: Any) -> None:
+        super().__init__(tokenizer=tokenizer, **options)
+        self.cache_config = CacheConfig(num_blocks=65, block_size=4)
+        self.scheduler = Scheduler(SchedulerConfig(256, 8, 256), self.cache_config)
+        self.observers: list[Any] = []
+        for i in range(6):
+            params = SamplingParams(max_tokens=100_000, ignore_eos=True)
+            prompt = [i // 2] * (5 + 3 * i)
+            self.scheduler.add(Request(f"r{i}", prompt, params, 180, seed=0))
+
+    def plan(self) -> None:
+        plan = self.scheduler.schedule()
+        for observe in self.observers:
+            observe(self.scheduler, plan)
+        if plan is not None:
+            self.scheduler.update(plan, StepResult(np.ones(len(plan.sampled), np.int32)))
+
+    def step(self) -> list[RequestOutput]:
+        self.plan()
+        return super().step()
+
+    def tables(self) -> dict[tuple[str, int], list[int]]:
+        sequences = [s for group in self.scheduler.groups.values() for s in group.request.sequences]
+        return {(s.request.request_id, s.index): s.block_table for s in sequences if s.block_table}
+
+
+@asynccontextmanager
+async def dashboard_server(engine: FakeEngine | None = None, **config: Any) -> AsyncIterator[Client]:
+    options = {"dashboard": True, **config}
+    async with running_server(engine or WatchedEngine(), ServerConfig(**options)) as client:
+        yield client
+
+
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[str, Any]]:
+    name = ""
+    async for line in response.content:
+        kind, _, value = line.decode().strip().partition(": ")
+        if kind == "event":
+            name = value
+        elif kind == "data":
+            yield name, json.loads(value)
+
+
+def as_record(values: dict[str, Any]) -> Record:
+    return TypeAdapter(Record).validate_json(json.dumps(values))
+
+
+def tables_in(replay: Replay) -> dict[tuple[str, int], list[int]]:
+    return {(replay.requests[r].id, s): table for (r, s), table in replay.tables.items()}
+
+
+async def test_there_is_none_unless_asked_for() -> None:
+    async with running_server(FakeEngine(), ServerConfig()) as client:
+        for path in ("/dashboard", "/dashboard/events"):
+            status, _ = await client.get(path)
+            assert status == 404
+
+
+async def test_the_page_is_one_document() -> None:
+    async with (
+        dashboard_server(served_model_names=("<i>&",)) as client,
+        client.session.get(client.url + "/dashboard") as response,
+    ):
+        page = await response.text()
+        assert response.status == 200 and response.content_type == "text/html"
+        policy = response.headers["Content-Security-Policy"]
+        assert "frame-ancestors 'none'" in policy and "unsafe" not in policy
+        assert response.headers["Cache-Control"] == "no-store"
+    assert "<title>KV memory – &lt;i&gt;&amp;</title>" in page and "<i>&" not in page
+    assert "src=" not in page and "http://" not in page and "https://" not in page
+
+
+@pytest.mark.parametrize("path", ["/dashboard", "/dashboard/events"])
+async def test_keys(path: str) -> None:
+    async with dashboard_server(api_keys=("sésame", "other")) as client:
+
+        async def status(**options: Any) -> int:
+            async with client.session.get(client.url + path, **options) as response:
+                if response.status == 401:
+                    assert response.headers["WWW-Authenticate"].startswith("Basic realm=")
+                    assert "give it as the password" in await response.text()
+                return response.status
+
+        def basic(user: str, password: str) -> dict[str, str]:
+            return {"Authorization": "Basic " + base64.b64encode(f"{user}:{password}".encode()).decode()}
+
+        assert await status() == 401
+        assert await status(headers=basic("anyone", "wrong")) == 401
+        assert await status(headers=basic("sésame", "")) == 401
+        assert await status(headers={"Authorization": "Basic !!!"}) == 401
+        assert await status(headers={"Authorization": "Bearer wrong"}) == 401
+        assert await status(headers={"Authorization": "other"}) == 401
+        assert await status(headers=basic("anyone", "sésame")) == 200
+        assert await status(headers=basic("", "other")) == 200
+        assert await status(headers={"Authorization": "Bearer other"}) == 200
+        assert (await client.get("/v1/models", headers=basic("anyone", "other")))[
+            0
+        ] == 401  # the API takes no passwords
+    async with dashboard_server(api_keys=("sésame",), dashboard_public=True) as client:
+        async with client.session.get(client.url + path) as response:
+            assert response.status == 200
+        assert (await client.get("/v1/models"))[0] == 401
+
+
+async def test_what_is_sent_is_the_state_of_the_block_manager() -> None:
+    engine = WatchedEngine(step_s=0.002)
+    async with dashboard_server(engine) as client:
+        await client.complete(max_tokens=20)
+        assert engine.observers == []  # nobody looks
+        async with client.session.get(client.url + "/dashboard/events") as response:
+            assert response.content_type == "text/event-stream"
+            events = read_events(response)
+            name, header = await anext(events)
+            assert name == "header"
+            replay = Replay(Header(**header))
+            assert len(engine.observers) == 1
+            completion = asyncio.create_task(client.complete(max_tokens=40))
+            figures: dict[str, Any] = {}
+            async with asyncio.timeout(20):
+                while replay.step < 30 or "ttft_ms" not in figures or figures["ttft_ms"] is None:
+                    name, data = await anext(events)
+                    if name == "figures":
+                        figures = data
+                    else:
+                        for values in data:
+                            replay.apply(as_record(values))
+            await completion
+            await client.settled()
+            async with asyncio.timeout(20):
+                while tables_in(replay) != engine.tables():
+                    name, data = await anext(events)
+                    if name == "records":
+                        for values in data:
+                            replay.apply(as_record(values))
+        assert figures.keys() == {
+            "running", "waiting", "pool_use", "prompt_tokens_per_s", "output_tokens_per_s", "hit_rate", "ttft_ms",
+            "itl_ms", "e2e_ms", "skipped",
+        }  # fmt: skip
+        async with asyncio.timeout(10):
+            while engine.observers:  # the browser has gone: nobody looks any more
+                await asyncio.sleep(0.01)
+
+
+async def test_so_many_may_look_and_no_more() -> None:
+    engine = WatchedEngine()
+    async with (
+        dashboard_server(engine) as client,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many,
+    ):
+        open_ones = [await many.get(client.url + "/dashboard/events") for _ in range(MAX_VIEWERS)]
+        assert [response.status for response in open_ones] == [200] * MAX_VIEWERS
+        assert len(engine.observers) == 1
+        status, answer = await client.get("/dashboard/events")
+        assert status == 503 and "16 browsers show the dashboard, the limit" in answer["error"]["message"]
+        open_ones[0].close()
+        async with asyncio.timeout(10):
+            while (response := await many.get(client.url + "/dashboard/events")).status != 200:
+                await asyncio.sleep(0.02)
+        for each in (*open_ones[1:], response):
+            each.close()
+
+
+def test_records_that_nobody_takes_do_not_pile_up() -> None:
+    engine = WatchedEngine()
+    feed = StepFeed(engine, max_inbox=50)  # type: ignore[arg-type]
+    feed.open()
+    replay = Replay(feed.header)
+    cursor: int | None = None
+    most = 0
+    for step in range(400):
+        engine.plan()
+        most = max(most, len(feed._inbox))
+        if step % 130 == 129:
+            engine.plan()  # the record that tells everything anew may be the next one only
+            records, cursor, _ = feed.since(cursor)
+            for record in records:
+                replay.apply(record)
+            assert tables_in(replay) == engine.tables()
+    assert most == 50
+
+
+def test_who_is_far_behind_gets_the_state_instead() -> None:
+    engine = WatchedEngine()
+    feed = StepFeed(engine)  # type: ignore[arg-type]
+    feed.open()
+    quick, slow = Replay(feed.header), Replay(feed.header)
+    engine.plan()
+    _, quick_cursor, _ = feed.since(None)
+    first, slow_cursor, _ = feed.since(None)
+    for replay in (quick, slow):
+        replay.apply(first[0])
+    for _ in range(MAX_BEHIND + 44):
+        engine.plan()
+        records, quick_cursor, missed = feed.since(quick_cursor)
+        assert len(records) == 1 and missed == 0
+        quick.apply(records[0])
+    records, _, missed = feed.since(slow_cursor)
+    assert len(records) == 1 and records[0].reset and missed == MAX_BEHIND + 43
+    slow.apply(records[0])
+    assert tables_in(slow) == tables_in(quick) == engine.tables()
+    feed.close()
+    assert engine.observers == []
+
+
+async def test_a_browser_that_takes_nothing_is_let_go() -> None:
+    class Stuck:
+        writes = 0
+
+        async def write(self, data: bytes) -> None:
+            self.writes += 1
+            await asyncio.Event().wait()
+
+    engine = WatchedEngine()
+    running = SimpleNamespace(engine=engine, is_running=True, stats=engine.stats)
+    metrics = ServerMetrics("m", engine.stats, engine.cache_config, vllm_aliases=False)
+    dashboard = Dashboard(running, ServerConfig(), metrics, frame_s=0.001, write_s=0.05)  # type: ignore[arg-type]
+    stuck = Stuck()
+    with pytest.raises(TimeoutError):
+        await dashboard._send_frames(stuck)  # type: ignore[arg-type]
+    assert stuck.writes == 1
+
+
+def test_figures_by_hand() -> None:
+    now = 0.0
+    stats = _stats()
+
+    def clock() -> float:
+        return now
+
+    source = FigureSource(lambda: stats, clock)
+    assert source.figures().output_tokens_per_s == 0 and source.figures().ttft_ms is None
+    for second, ms in enumerate(range(1, 101)):
+        now = float(second)
+        source.observe("time_to_first_token_seconds", ms / 1000)
+        source.observe("request_prompt_tokens", 5)
+        stats = _stats(output=3 * second, prompt=10 * second, queries=100 * second, hits=25 * second, free=30)
+        figures = source.figures(skipped=7)
+    assert figures.output_tokens_per_s == pytest.approx(3) and figures.prompt_tokens_per_s == pytest.approx(10)
+    assert figures.hit_rate == pytest.approx(0.25) and figures.pool_use == pytest.approx(0.25)
+    assert figures.ttft_ms == (50, 95) and figures.itl_ms is None
+    assert (figures.running, figures.waiting, figures.skipped) == (2, 4, 7)
+    now = 99 + 299.0  # of the last five minutes are the last two values only
+    assert source.figures().ttft_ms == (99, 100)
+    now = 1000.0
+    assert source.figures().ttft_ms is None and source.figures().output_tokens_per_s == 0
+
+
+def _stats(*, output: int = 0, prompt: int = 0, queries: int = 0, hits: int = 0, free: int = 40) -> EngineStats:
+    scheduler = SchedulerStats(
+        num_running=2, num_running_sequences=2, num_waiting=3, num_swapped=1, num_free_blocks=free, num_total_blocks=40,
+        num_cached_blocks=0, num_free_host_blocks=0, num_total_host_blocks=0, prefix_queries_total=queries,
+        prefix_hits_total=hits, preemptions_total=0, swapped_out_blocks_total=0, swapped_in_blocks_total=0,
+        copied_blocks_total=0,
+    )  # fmt: skip
+    return EngineStats(scheduler, prompt_tokens_total=prompt, generation_tokens_total=output)
