@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -107,19 +106,3 @@ class BeamSearchOutput:
                 )
             )
         return cls(sequences)
-
-
-def as_prompt(prompt: object) -> Any:
-    """A prompt out of the mapping that vLLM's methods take: {"prompt": text} or {"prompt_token_ids": ids}."""
-    if isinstance(prompt, Mapping):
-        for key in ("prompt_token_ids", "prompt"):
-            if key in prompt:
-                return prompt[key]
-    return prompt
-
-
-def as_prompts(prompts: object) -> Any:
-    """`prompts`, or the prompts in it where it is or has mappings."""
-    if isinstance(prompts, Sequence) and not isinstance(prompts, str):
-        return [as_prompt(p) for p in prompts]
-    return as_prompt(prompts)

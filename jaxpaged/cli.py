@@ -8,10 +8,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jaxpaged.commands import chat, convert, generate, plan, pull, serve, version
+from jaxpaged.commands import chat, convert, generate, plan, pull, serve, simulate, trace, version, view
 from jaxpaged.errors import ConfigError, InvalidRequestError, JaxpagedError
 
-_COMMANDS = (serve, generate, chat, pull, convert, plan, version)
+_COMMANDS = (serve, generate, chat, pull, convert, plan, simulate, trace, view, version)
 
 _EPILOG = """\
 Start here:

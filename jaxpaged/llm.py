@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams, as_prompts
+from jaxpaged.beam_search import BeamSearchOutput, BeamSearchParams
+from jaxpaged.blocking_engine import BlockingEngine, Prompt
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.engine.stats import EngineStats
-from jaxpaged.errors import EngineDeadError, InvalidRequestError
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.interrupts import interrupts_deferred
+from jaxpaged.llm_arguments import PromptMapping, as_params, as_prompts, params_of_each
+from jaxpaged.messages import template_messages
 from jaxpaged.outputs import EmbeddingRequestOutput, RequestOutput
 from jaxpaged.pooling import PoolingParams
-from jaxpaged.progress import GenerationProgress
 from jaxpaged.request import OutputKind, SamplingParams
 from jaxpaged.tokenizer import Message, encode_rendered, render_chat
 from jaxpaged.weights import GenerationConfig
@@ -26,7 +27,9 @@ from jaxpaged.weights import GenerationConfig
 if TYPE_CHECKING:
     from flax import nnx
 
-Prompt = str | list[int]
+    from jaxpaged.trace import TraceFile
+
+AnyPrompt = Prompt | PromptMapping
 
 
 class LLM:
@@ -82,13 +85,11 @@ class LLM:
 
     def _start(self, engine: Engine) -> None:
         self._engine = engine
-        self._ids = itertools.count()
-        # Where the outputs of each unfinished request go: a stream may be open while `generate` runs.
-        self._inboxes: dict[str, deque[RequestOutput]] = {}
+        self._blocking = BlockingEngine(engine)
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -97,7 +98,7 @@ class LLM:
         """Completes prompts, all in one run of continuous batches.
 
         Args:
-            prompts: text, or token ids, or a list of either.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
             sampling_params: for all, or one for each prompt; None = the model's own defaults.
             use_tqdm: show a progress bar with tokens/s where there are several prompts.
             priority: for each prompt, lower first; counts under scheduling_policy="priority".
@@ -108,7 +109,7 @@ class LLM:
         Raises:
             InvalidRequestError: a prompt or its parameters cannot be served; then nothing has run.
         """
-        return self._run(_as_prompts(prompts), sampling_params, use_tqdm, priority)
+        return self._run(as_prompts(prompts), sampling_params, use_tqdm, priority)
 
     def chat(
         self,
@@ -119,13 +120,15 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """The assistant's next message in a conversation, or in each of a list of conversations.
 
         Args:
-            messages: each with "role" and "content".
+            messages: each with "role" and "content", in OpenAI's forms.
             chat_template: Jinja; None = the model's own.
+            tools: functions that the model may call, in OpenAI's form, for templates that show them; calls stay text.
             add_generation_prompt, continue_final_message, chat_template_kwargs: as in transformers.
 
         Raises:
@@ -136,10 +139,11 @@ class LLM:
         texts = [
             render_chat(
                 self._engine.tokenizer,
-                conversation,
+                template_messages(conversation),
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 chat_template_kwargs=chat_template_kwargs,
             )
             for conversation in conversations
@@ -150,7 +154,7 @@ class LLM:
 
     def beam_search(
         self,
-        prompts: Prompt | Mapping[str, Any] | Sequence[Prompt | Mapping[str, Any]],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         params: BeamSearchParams,
         *,
         use_tqdm: bool = False,
@@ -158,7 +162,7 @@ class LLM:
         """The most probable outputs for each prompt, best first; all prompts in one run of continuous batches.
 
         Args:
-            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of either.
+            prompts: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
             use_tqdm: show a progress bar.
 
         Raises:
@@ -166,12 +170,12 @@ class LLM:
         """
         if not isinstance(params, BeamSearchParams):
             raise InvalidRequestError(f"{params!r:.80} is no BeamSearchParams", param="params")
-        outputs = self._run(_as_prompts(as_prompts(prompts)), params.sampling_params(), use_tqdm, None)
+        outputs = self._run(as_prompts(prompts), params.sampling_params(), use_tqdm, None)
         return [BeamSearchOutput.of(output, params, self._engine.tokenizer) for output in outputs]
 
     def embed(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         *,
         use_tqdm: bool = True,
@@ -179,26 +183,19 @@ class LLM:
         """Embeddings of prompts, made of the model's hidden states, all in one run of continuous batches.
 
         Args:
-            prompts: text, or token ids, or a list of either; as long as `max_model_len`.
+            prompts: as for `generate`; as long as `max_model_len`.
             pooling_params: for all, or one for each prompt; None = the last token's, normalized.
             use_tqdm: show a progress bar where there are several prompts.
 
         Raises:
             InvalidRequestError: a prompt cannot be served; then nothing has run.
         """
-        given = _as_prompts(prompts)
-        if pooling_params is None:
-            pooling_params = PoolingParams()
-        many: list[object] = [*pooling_params] if isinstance(pooling_params, (list, tuple)) else []
-        each = [_as_pooling_params(p) for p in many or [pooling_params] * len(given)]
-        if len(each) != len(given):
-            raise InvalidRequestError(
-                f"{len(each)} pooling parameters for {len(given)} prompts; give one, or one for each",
-                param="pooling_params",
-            )
-        return [EmbeddingRequestOutput.of(output) for output in self._run_each(given, each, use_tqdm, None)]
+        given = as_prompts(prompts)
+        each = params_of_each(pooling_params or PoolingParams(), PoolingParams, len(given), "pooling_params")
+        outputs = self._blocking.run(given, each, show_progress=use_tqdm)
+        return [EmbeddingRequestOutput.of(output) for output in outputs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(self, prompt: AnyPrompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Completes one prompt; each output holds the new text and tokens only.
 
         The request is queued with the first output that is asked for. Closing the iterator, or dropping it, aborts it.
@@ -206,14 +203,13 @@ class LLM:
         Raises:
             InvalidRequestError: the request cannot be served; raised here, not by the iterator.
         """
-        prompts = _as_prompts(prompt)
-        if len(prompts) > 1:
+        prompts = as_prompts(prompt)
+        if len(prompts) != 1:
             raise InvalidRequestError(f"stream takes one prompt, not {len(prompts)}", param="prompt")
-        params = replace(
-            _as_params(sampling_params or self.get_default_sampling_params()), output_kind=OutputKind.DELTA
-        )
-        self._engine.validate(prompt, params)
-        return self._stream(prompt, params)
+        params = as_params(sampling_params or self.get_default_sampling_params(), SamplingParams, "sampling_params")
+        params = replace(params, output_kind=OutputKind.DELTA)
+        self._engine.validate(prompts[0], params)
+        return self._blocking.stream(prompts[0], params)
 
     def update_weights(self, state: Any) -> None:
         """Swaps the weights for others of the same shapes, with no compilation, and drops the prefix cache.
@@ -251,11 +247,15 @@ class LLM:
         """Counters since the start, and what is running now."""
         return self._engine.stats()
 
+    def recording(self, file: TraceFile | None) -> AbstractContextManager[None]:
+        """While it is open, `file` gets what each step does to the KV memory; see `jaxpaged.trace`."""
+        from jaxpaged.trace import recording  # needs more packages than generating does
+
+        return recording(self._engine, file)
+
     def shutdown(self) -> None:
         """Aborts what is running and gives back what the engine holds."""
-        with interrupts_deferred():
-            self._engine.shutdown()
-            self._inboxes.clear()
+        self._blocking.shutdown()
 
     def __enter__(self) -> Self:
         return self
@@ -270,128 +270,7 @@ class LLM:
         show_progress: bool,
         priority: Sequence[int] | None,
     ) -> list[RequestOutput]:
-        params = self._params_of_each(sampling_params, len(prompts))
-        return self._run_each(prompts, params, show_progress, priority)
-
-    def _run_each(
-        self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | PoolingParams],
-        show_progress: bool,
-        priority: Sequence[int] | None,
-    ) -> list[RequestOutput]:
-        if priority is not None and len(priority) != len(prompts):
-            raise InvalidRequestError(f"{len(priority)} priorities for {len(prompts)} prompts", param="priority")
-        inbox: deque[RequestOutput] = deque()
-        order: dict[str, int] = {}
-        results: list[RequestOutput | None] = [None] * len(prompts)
-        try:
-            for i, prompt in enumerate(prompts):
-                request_id = self._new_id()
-                order[request_id] = i
-                self._add(request_id, prompt, params[i], inbox, priority[i] if priority is not None else 0)
-            with GenerationProgress(len(prompts), shown=show_progress and len(prompts) > 1) as progress:
-                while order:
-                    self._step()
-                    while inbox:
-                        output = inbox.popleft()
-                        results[order.pop(output.request_id)] = output
-                    if progress.shown:
-                        stats = self._engine.stats()
-                        embeds = isinstance(params[0], PoolingParams)
-                        tokens = stats.prompt_tokens_total if embeds else stats.generation_tokens_total
-                        progress.update(len(prompts) - len(order), tokens)
-        finally:  # a bad prompt among good ones, or Ctrl-C
-            for request_id in order:
-                self._drop(request_id)
-        return cast(list[RequestOutput], results)
-
-    def _stream(self, prompt: Prompt, params: SamplingParams) -> Iterator[RequestOutput]:
-        inbox: deque[RequestOutput] = deque()
-        request_id = self._new_id()
-        try:
-            self._add(request_id, prompt, params, inbox)
-            while True:
-                while not inbox:
-                    if request_id not in self._inboxes:
-                        raise EngineDeadError("the LLM was shut down while this stream was open")
-                    self._step()
-                output = inbox.popleft()
-                yield output
-                if output.finished:
-                    return
-        finally:
-            self._drop(request_id)
-
-    def _new_id(self) -> str:
-        return f"llm-{next(self._ids)}"
-
-    def _add(
-        self,
-        request_id: str,
-        prompt: Prompt,
-        params: SamplingParams | PoolingParams,
-        inbox: deque[RequestOutput],
-        priority: int = 0,
-    ) -> None:
-        with interrupts_deferred():
-            self._engine.add_request(request_id, prompt, params, priority=priority)
-            self._inboxes[request_id] = inbox
-
-    def _drop(self, request_id: str) -> None:
-        with interrupts_deferred():
-            self._inboxes.pop(request_id, None)
-            self._engine.abort_request(request_id)
-
-    def _step(self) -> None:
-        with interrupts_deferred():
-            for output in self._engine.step():
-                inbox = self._inboxes.pop(output.request_id) if output.finished else self._inboxes[output.request_id]
-                inbox.append(output)
-
-    def _params_of_each(
-        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
-    ) -> list[SamplingParams]:
-        if params is None:
-            params = self.get_default_sampling_params()
-        each = [*params] if isinstance(params, (list, tuple)) else [_as_params(params)] * count
-        if len(each) != count:
-            raise InvalidRequestError(
-                f"{len(each)} sampling parameters for {count} prompts; give one, or one for each",
-                param="sampling_params",
-            )
-        return [replace(_as_params(p), output_kind=OutputKind.FINAL_ONLY) for p in each]
-
-
-def _as_params(params: object) -> SamplingParams:
-    if not isinstance(params, SamplingParams):
-        raise InvalidRequestError(
-            f"{params!r:.80} is no SamplingParams; give one, e.g. SamplingParams(temperature=0)",
-            param="sampling_params",
-        )
-    return params
-
-
-def _as_pooling_params(params: object) -> PoolingParams:
-    if not isinstance(params, PoolingParams):
-        raise InvalidRequestError(f"{params!r:.80} is no PoolingParams", param="pooling_params")
-    return params
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """A list of prompts, from one or many."""
-    if isinstance(prompts, str):
-        return [prompts]
-    given: object = prompts
-    if isinstance(given, bytes) or not isinstance(given, Sequence):
-        raise InvalidRequestError(
-            f"prompts is of type {type(prompts).__name__}; give text, a list of token ids, or a list of either",
-            param="prompts",
-        )
-    if len(prompts) > 0 and all(isinstance(item, int) for item in prompts):
-        return [cast(list[int], list(prompts))]
-    for item in prompts:
-        is_ids = isinstance(item, list) and all(isinstance(token, int) for token in item)
-        if not isinstance(item, str) and not is_ids:
-            raise InvalidRequestError(f"{item!r:.80} is no prompt; give text or a list of token ids", param="prompts")
-    return cast(Sequence[Prompt], prompts)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        each = params_of_each(given, SamplingParams, len(prompts), "sampling_params")
+        each = [replace(params, output_kind=OutputKind.FINAL_ONLY) for params in each]
+        return self._blocking.run(prompts, each, show_progress=show_progress, priority=priority)

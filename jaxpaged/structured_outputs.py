@@ -37,9 +37,13 @@ class CallForm:
     separator: str | None = None
 
 
+# How every refusal of a grammar begins, and every failure of one on the way.
+GRAMMAR_ERROR = "Grammar error: "
+
+
 def grammar_error(reason: str) -> InvalidRequestError:
     """The refusal of a schema, regex or grammar, in one line."""
-    return InvalidRequestError(f"Grammar error: {' '.join(reason.split())[:300]}", param="structured_outputs")
+    return InvalidRequestError(f"{GRAMMAR_ERROR}{' '.join(reason.split())[:300]}", param="structured_outputs")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jaxpaged.request import SamplingParams
     [
         ({"frequency_penalty": 3}, "frequency_penalty is 3, but must be between -2 and 2"),
         ({"presence_penalty": float("nan")}, "presence_penalty is nan, but must be a finite number"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0, but must be above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0, but must be between 1e-30 and 1e.30"),
         ({"repetition_penalty": True}, "finite number"),
         ({"min_tokens": 17}, "min_tokens is 17, .* at most max_tokens"),
         ({"min_tokens": 1.0}, "min_tokens is 1.0"),

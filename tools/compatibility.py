@@ -11,13 +11,12 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from jaxpaged.server.embeddings_protocol import EmbeddingsRequest
+from jaxpaged.server.chat_protocol import ChatCompletionRequest, TokenizeChatRequest
+from jaxpaged.server.embeddings_protocol import EmbeddingsChatRequest, EmbeddingsRequest
 from jaxpaged.server.protocol import (
-    ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
     GenerationRequest,
-    TokenizeChatRequest,
     TokenizeTextRequest,
     UnsupportedFields,
     UnsupportedInText,
@@ -34,7 +33,8 @@ MODELS: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("Chats only", "chat", ChatCompletionRequest),
     ("Completions only", "completions", CompletionRequest),
     ("Responses only", "responses", ResponsesRequest),
-    ("/v1/embeddings", "embeddings", EmbeddingsRequest),
+    ("/v1/embeddings, of prompts", "embeddings", EmbeddingsRequest),
+    ("/v1/embeddings, of a chat", "embeddings_chat", EmbeddingsChatRequest),
     ("/tokenize, of a text", "tokenize", TokenizeTextRequest),
     ("/tokenize, of a chat", "tokenize_chat", TokenizeChatRequest),
     ("/detokenize", "detokenize", DetokenizeRequest),

@@ -16,8 +16,10 @@ from jaxpaged.grammars.matcher import LLGrammar, ParallelFiller, reason_of
 from jaxpaged.structured_outputs import StructuredOutputs, grammar_error
 from jaxpaged.tokenizer import backend_tokenizer
 
-# Below llguidance's own limits: the work of one token, and of the first, stays in the milliseconds.
+# Mostly below llguidance's own limits, to keep what a token costs in the milliseconds. But a row of the parser is as
+# long as there are choices: with the default of its length many of them would fail on the way.
 LIMITS = LLParserLimits(
+    max_items_in_row=10_500,
     initial_lexer_fuel=200_000,
     step_lexer_fuel=100_000,
     step_max_items=50_000,
@@ -25,6 +27,9 @@ LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,
 )
+# Of all tokens that fit one of these a single test tells whether they may come next; the others are tried one by one.
+# Those of words make the masks of a regex such as [^,]{1,80} some 20 times as fast. Narrow ones come first.
+_WORDS = (r"[a-zA-Z]{1,30}", r"[ a-zA-Z]{1,30}")
 # Of a line in what this package has written.
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): ")
 
@@ -48,7 +53,8 @@ class Library:
         num_tokens = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         eos: list[int] | None = sorted(token for token in eos_token_ids if token < num_tokens) or None
         try:
-            self._tokenizer = LLTokenizer(backend.to_str(), eos_token=eos)
+            blank, *others = LLTokenizer.general_slices()
+            self._tokenizer = LLTokenizer(backend.to_str(), eos_token=eos, slices=[blank, *_WORDS, *others])
         except ValueError as error:
             raise InvalidRequestError(
                 f"structured outputs cannot be had with this model's tokenizer: {' '.join(str(error).split())[:200]}",

@@ -44,6 +44,12 @@ class LLSequenceMatcher:
             self.error = reason_of(matcher.get_error()) or f"token {token_id} does not go on with the grammar"
         self.is_finished = matcher.is_stopped()
 
+    def check(self, mask: Masks) -> None:
+        """Clears a mask that could not be made: it would allow an end of the text, which may be none."""
+        if self.matcher.is_error():
+            self.error = reason_of(self.matcher.get_error())
+            mask[:] = 0
+
 
 class ParallelFiller:
     """Fills masks, on all cores.
@@ -65,6 +71,8 @@ class ParallelFiller:
             rows[0][0].unsafe_compute_mask_ptr(masks.ctypes.data, masks.nbytes)
         else:
             self._executor.unsafe_compute_mask_ptr(rows, masks.ctypes.data, self._own_words * 4, len(rows))
+        for wrapper, mask in zip(matchers, masks, strict=True):
+            cast(LLSequenceMatcher, wrapper).check(mask)
         return masks[:, : self._num_words]
 
 

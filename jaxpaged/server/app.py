@@ -9,6 +9,7 @@ from jaxpaged.server import middleware, routes
 from jaxpaged.server.chat import chat_completions
 from jaxpaged.server.completions import completions
 from jaxpaged.server.config import ServerConfig
+from jaxpaged.server.dashboard import Dashboard
 from jaxpaged.server.embeddings import embeddings
 from jaxpaged.server.metrics import ServerMetrics
 from jaxpaged.server.responses_api import ResponsesApi
@@ -47,4 +48,6 @@ def make_app(engine: AsyncEngine, config: ServerConfig) -> web.Application:
     ResponsesApi(state).add_to(app)
     if config.enable_dev_endpoints:
         app.router.add_post("/reset_prefix_cache", routes.reset_prefix_cache)
+    if config.dashboard:
+        Dashboard(engine, config, metrics).add_to(app)
     return app

@@ -11,6 +11,7 @@ from aiohttp import web
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.request import SamplingParams
 from jaxpaged.server.body import parse, read_json
+from jaxpaged.server.chat_protocol import ChatCompletionRequest
 from jaxpaged.server.chat_template import message_text, render_body
 from jaxpaged.server.generation import (
     ChunkMaker,
@@ -22,7 +23,6 @@ from jaxpaged.server.generation import (
 )
 from jaxpaged.server.logprobs import chat_logprobs, prompt_logprobs
 from jaxpaged.server.params import chat_params
-from jaxpaged.server.protocol import ChatCompletionRequest
 from jaxpaged.server.responses import (
     AssistantMessage,
     CallingMessage,
@@ -65,7 +65,7 @@ async def prepare_chat(state: ServerState, body: ChatCompletionRequest) -> Chat:
     """
     model = state.resolve_model(body.model)
     engine = state.engine.engine
-    params = chat_params(body, engine.generation, state.vocab_size)
+    params = chat_params(body, engine.generation)
     calls = call_format(body, state.config)
     text = await render_body(
         body,
@@ -93,6 +93,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params=chat.params,
         prompts=[chat.token_ids],
         id=answer_id(request, body, "chatcmpl"),
+        names={"logprobs": "top_logprobs"},
     ) as generation:
         if body.stream:
             return await stream_events(request, generation, _ChatStream(state, body, generation, chat))

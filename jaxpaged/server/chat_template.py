@@ -8,7 +8,8 @@ from typing import Any
 
 from jaxpaged.engine.async_engine import INLINE_TOKENIZE_CHARS
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.server.protocol import ChatMessage, TemplateFields
+from jaxpaged.messages import content_text, template_messages
+from jaxpaged.server.chat_protocol import ChatMessage, TemplateFields
 from jaxpaged.tokenizer import render_chat
 
 # What a message costs beside its text, as characters of it: many short ones take long to render, too.
@@ -33,8 +34,7 @@ async def render_body(body: TemplateFields, tokenizer: Any, *, template: str | N
                 param="chat_template",
             )
         template = body.chat_template
-    messages = [_template_message(m) for m in body.messages]
-    _name_results(messages)
+    messages = template_messages([_fields(m) for m in body.messages])
     render = partial(
         render_chat,
         tokenizer,
@@ -58,32 +58,12 @@ def _template_variables(body: TemplateFields) -> dict[str, Any]:
     return variables
 
 
-def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message with every field in the one form that templates are written for."""
+def _fields(message: ChatMessage) -> dict[str, Any]:
     fields = message.model_dump(exclude_unset=True)
-    fields["content"] = message_text(message)
-    if message.tool_calls:
-        calls = [{"type": call.type, **call.model_dump(exclude_unset=True)} for call in message.tool_calls]
-        for call, given in zip(calls, message.tool_calls, strict=True):
+    if message.tool_calls:  # with the arguments as they were parsed, also where none were given
+        for call, given in zip(fields["tool_calls"], message.tool_calls, strict=True):
             call["function"]["arguments"] = given.function.arguments
-        fields["tool_calls"] = calls
-    else:  # templates ask whether the field is there, and then take a first call for granted
-        fields.pop("tool_calls", None)
-    if isinstance(fields.get("reasoning"), str):
-        fields.setdefault("reasoning_content", fields["reasoning"])  # the name that templates know
     return fields
-
-
-def _name_results(messages: list[dict[str, Any]]) -> None:
-    """Adds to each tool's message the name of the function that it is the result of: some templates demand it."""
-    names: dict[str, str] = {}
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            if isinstance(call.get("id"), str):
-                names[call["id"]] = call["function"]["name"]
-        call_id = message.get("tool_call_id")
-        if message["role"] == "tool" and isinstance(call_id, str) and call_id in names:
-            message.setdefault("name", names[call_id])
 
 
 def message_text(message: ChatMessage) -> str:
@@ -92,16 +72,4 @@ def message_text(message: ChatMessage) -> str:
     Raises:
         InvalidRequestError: content that is not text.
     """
-    if isinstance(message.content, list):
-        return "\n".join(_part_text(part) for part in message.content)
-    return message.content or ""
-
-
-def _part_text(part: Any) -> str:
-    if isinstance(part, str):
-        return part
-    if part.type not in ("text", "input_text", "output_text", "refusal") or part.text is None:
-        raise InvalidRequestError(
-            f"a message has content of type {part.type!r}, but this model takes text only", param="messages"
-        )
-    return str(part.text)
+    return content_text(message.model_dump(include={"content"}, exclude_unset=True).get("content"))

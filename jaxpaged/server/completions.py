@@ -40,7 +40,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
     state = request.app[STATE]
     body = parse(CompletionRequest, await read_json(request))
     model = state.resolve_model(body.model)
-    params = completion_params(body, state.engine.engine.generation, state.vocab_size)
+    params = completion_params(body, state.engine.engine.generation)
     prompts = await prompt_token_ids(body.prompt, state.engine, add_special_tokens=body.add_special_tokens)
     async with start_generation(
         request, state, body, model=model, params=params, prompts=prompts, id=answer_id(request, body, "cmpl")

@@ -42,6 +42,8 @@ class ServerConfig:
         vllm_metric_aliases: export each metric under `vllm:` too.
         log_interval_s: seconds between log lines while busy.
         enable_dev_endpoints: offer POST /reset_prefix_cache.
+        dashboard: show the KV memory live at /dashboard.
+        dashboard_public: /dashboard needs no key.
 
     Raises:
         ConfigError: a value out of its range.
@@ -71,6 +73,8 @@ class ServerConfig:
     vllm_metric_aliases: bool = True
     log_interval_s: float = 10.0
     enable_dev_endpoints: bool = False
+    dashboard: bool = False
+    dashboard_public: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

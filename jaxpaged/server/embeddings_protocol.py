@@ -6,12 +6,14 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from jaxpaged.server.protocol import ApiModel, Prompt, PromptFields
+from jaxpaged.server.chat_protocol import TemplateFields
+from jaxpaged.server.protocol import Prompt, PromptFields
 from jaxpaged.server.responses import Usage
 
 
-class EmbeddingsRequest(PromptFields, ApiModel):
-    input: Prompt = Field(description="Text or token ids of one or more prompts.")
+class EmbeddingFields(PromptFields):
+    """What both forms of a request have in common."""
+
     encoding_format: Literal["float", "base64"] = Field(
         default="float", description="base64: the bytes of the numbers as float32."
     )
@@ -24,7 +26,6 @@ class EmbeddingsRequest(PromptFields, ApiModel):
     )
     use_activation: bool | None = Field(default=None, description="Scale embeddings to length 1; true by default.")
     normalize: bool | None = Field(default=None, description="The older name of use_activation.")
-    add_special_tokens: bool = Field(default=True, description="Add BOS etc. to a text prompt.")
     truncation_side: Literal["left", "right"] | None = Field(
         default=None, description='The side of the prompt that is cut off; "right" by default.'
     )
@@ -33,6 +34,15 @@ class EmbeddingsRequest(PromptFields, ApiModel):
     @property
     def normalizes(self) -> bool:
         return next((v for v in (self.use_activation, self.normalize) if v is not None), True)
+
+
+class EmbeddingsRequest(EmbeddingFields):
+    input: Prompt = Field(description="Text or token ids of one or more prompts.")
+    add_special_tokens: bool = Field(default=True, description="Add BOS etc. to a text prompt.")
+
+
+class EmbeddingsChatRequest(EmbeddingFields, TemplateFields):
+    add_generation_prompt: bool = Field(default=False, description="End with the start of the assistant's turn.")
 
 
 class Embedding(BaseModel):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 from pydantic import ValidationError
 
@@ -47,6 +49,18 @@ def to_api_error(error: Exception) -> ApiError | None:
             return ApiError(str(error), status=503)
         case _:
             return None
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """A refusal in the terms of an endpoint.
+
+    Args:
+        names: of parameters, by the names that the engine has for them.
+    """
+    name = names.get(error.param or "")
+    if name is None:
+        return error
+    return InvalidRequestError(str(error).replace(error.param or "", name, 1), param=name, status=error.status)
 
 
 def internal_error(error: Exception) -> ApiError:

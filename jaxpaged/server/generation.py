@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
 
 from aiohttp import web
 from pydantic import BaseModel
 
 from jaxpaged.engine.request_stream import EngineRequest, RequestStream
+from jaxpaged.errors import InvalidRequestError
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import SamplingParams
-from jaxpaged.server.errors import ApiError, error_response, internal_error, to_api_error
+from jaxpaged.server.errors import ApiError, error_response, internal_error, renamed, to_api_error
 from jaxpaged.server.intervals import Intervals
 from jaxpaged.server.metrics import RequestObserver
 from jaxpaged.server.params import request_priority, truncate
@@ -22,6 +24,7 @@ from jaxpaged.server.protocol import GenerationRequest, PromptFields, StreamOpti
 from jaxpaged.server.responses import ChatChunk, CompletionChunk, Usage
 from jaxpaged.server.sse import EventStream
 from jaxpaged.server.state import ServerState, clean_header, random_id
+from jaxpaged.structured_outputs import GRAMMAR_ERROR
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +87,7 @@ class Generation:
             self._completion_tokens += sum(len(o.token_ids) for o in output.outputs)
             self._cached_tokens[output.request_id] = output.num_cached_tokens
             if output.error is not None:
-                raise ApiError(f"the request failed: {output.error}", status=500)
+                raise _failure(output.error)
             if (ready := self._intervals.take(output)) is not None:
                 yield self._index[output.request_id], ready
 
@@ -92,6 +95,12 @@ class Generation:
         """The last output of each prompt, in order."""
         last = {index: output async for index, output in self.outputs()}
         return [last[i] for i in range(len(self.prompts))]
+
+
+def _failure(reason: str) -> ApiError:
+    if reason.startswith(GRAMMAR_ERROR):  # its own fault, though it took some tokens to find out
+        return ApiError(reason, param="structured_outputs")
+    return ApiError(f"the request failed: {reason}", status=500)
 
 
 class ChunkMaker(Generic[Chunk]):
@@ -149,11 +158,13 @@ async def start_generation(
     params: SamplingParams,
     prompts: Sequence[list[int]],
     id: str,
+    names: Mapping[str, str] = MappingProxyType({}),
 ) -> AsyncIterator[Generation]:
     """Queues one request a prompt; on leaving the block, aborts what has not finished.
 
     Args:
         id: of the answer.
+        names: what the endpoint calls parameters of the engine, where it has other names.
 
     Raises:
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncEngine.submit`.
@@ -163,7 +174,11 @@ async def start_generation(
     unique = f"{id}-{random_id()[:8]}"
     cut = {f"{unique}-{i}": truncate(p, body, state.max_model_len - 1) for i, p in enumerate(prompts)}
     requests = [EngineRequest(i, ids, params, priority, body.cache_salt) for i, ids in cut.items()]
-    async with await state.engine.submit(requests) as stream:
+    try:
+        submitted = await state.engine.submit(requests)
+    except InvalidRequestError as error:
+        raise renamed(error, names) from None
+    async with submitted as stream:
         interval = body.stream_interval or state.config.stream_interval
         yield Generation(state, stream, id=id, model=model, params=params, prompts=cut, stream_interval=interval)
 

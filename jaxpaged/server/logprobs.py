@@ -18,13 +18,15 @@ LOWEST_LOGPROB = -9999.0
 def chat_logprobs(
     steps: list[TokenLogprobs] | None, num_top: int, *, asked_ids: Sequence[int] = (), as_token_ids: bool = False
 ) -> ChatLogprobs | None:
-    """One entry a token, each with the `num_top` most probable tokens, best first, then those of `asked_ids`."""
+    """One entry a token, each with the `num_top` most probable tokens (-1 = all that are there), best first, then those
+    of `asked_ids`.
+    """
     if steps is None:
         return None
     content = []
     for step in steps:
         entries = {t: _top_logprob(t, p, as_token_ids) for t, p in step.items()}
-        best = sorted(step, key=lambda token_id: step[token_id].rank)[:num_top]
+        best = sorted(step, key=lambda token_id: step[token_id].rank)[: None if num_top == -1 else num_top]
         drawn = entries[next(iter(step))]
         content.append(
             ChatLogprob(

@@ -45,7 +45,11 @@ _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
 
 
 class ServerMetrics:
-    """All series of one server, each under `jaxpaged:` and, if wanted, under `vllm:` too."""
+    """All series of one server, each under `jaxpaged:` and, if wanted, under `vllm:` too.
+
+    Attributes:
+        on_observe: called with whatever goes into a histogram, by its name; None = nobody listens.
+    """
 
     def __init__(
         self, model_name: str, stats: Callable[[], EngineStats], cache: CacheConfig, *, vllm_aliases: bool
@@ -64,6 +68,7 @@ class ServerMetrics:
         self._registry.register(_Aliased(own) if vllm_aliases else own)
         ProcessCollector(registry=self._registry)
         self._iteration_tokens = 0
+        self.on_observe: Callable[[str, float], None] | None = None
 
     def render(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -75,6 +80,8 @@ class ServerMetrics:
     def observe(self, name: str, value: float | None) -> None:
         if value is not None:
             self._histograms[name].observe(value)
+            if self.on_observe is not None:
+                self.on_observe(name, value)
 
     def observe_embedding(self, output: RequestOutput) -> None:
         """Called when a request's embedding has come. That is no token, and counts as none."""

@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-_OPEN_PATHS = frozenset({"/health", "/ping", "/version"})
+# The dashboard asks for the key itself, as browsers can.
+_OPEN_PATHS = frozenset({"/health", "/ping", "/version", "/dashboard", "/dashboard/events"})
 
 
 @web.middleware
@@ -59,10 +60,14 @@ async def authenticate(request: web.Request, handler: Handler) -> web.StreamResp
 
 def _has_key(request: web.Request, config: ServerConfig) -> bool:
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    sent = key.strip().encode("utf-8", errors="surrogateescape")
+    return is_key(key.strip(), config) and scheme.lower() == "bearer"
+
+
+def is_key(sent: str, config: ServerConfig) -> bool:
+    """Whether `sent` is one of the server's keys."""
     # Every key is compared, in constant time: how long it takes tells nothing.
-    matches = [hmac.compare_digest(sent, k.encode()) for k in config.api_keys]
-    return scheme.lower() == "bearer" and any(matches)
+    matches = [hmac.compare_digest(sent.encode("utf-8", errors="surrogateescape"), k.encode()) for k in config.api_keys]
+    return any(matches)
 
 
 @web.middleware

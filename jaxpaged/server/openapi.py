@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
-from jaxpaged.server import protocol, responses
-from jaxpaged.server.embeddings_protocol import Embeddings, EmbeddingsRequest
+from jaxpaged.server import chat_protocol, protocol, responses
+from jaxpaged.server.embeddings_protocol import Embeddings, EmbeddingsChatRequest, EmbeddingsRequest
 from jaxpaged.server.responses_api.objects import (
     CallDelta,
     CallDone,
@@ -47,7 +47,7 @@ _OPERATIONS = (
         "/v1/chat/completions",
         "Answer a conversation.",
         responses.ChatCompletion,
-        (protocol.ChatCompletionRequest,),
+        (chat_protocol.ChatCompletionRequest,),
         (responses.ChatChunk,),
         _BODY_ERRORS,
     ),
@@ -82,7 +82,7 @@ _OPERATIONS = (
         "/v1/embeddings",
         "Embeddings of prompts.",
         Embeddings,
-        (EmbeddingsRequest,),
+        (EmbeddingsRequest, EmbeddingsChatRequest),
         errors=_BODY_ERRORS,
     ),
     _Operation("get", "/v1/models", "List the models.", responses.ModelList, errors=(401,)),
@@ -92,7 +92,7 @@ _OPERATIONS = (
         "/tokenize",
         "Token ids of a text or a conversation.",
         responses.TokenizeResponse,
-        (protocol.TokenizeTextRequest, protocol.TokenizeChatRequest),
+        (protocol.TokenizeTextRequest, chat_protocol.TokenizeChatRequest),
         errors=_BODY_ERRORS,
     ),
     _Operation(

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 from jaxpaged.core.beam import BeamSettings
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.request import OutputKind, SamplingParams
+from jaxpaged.server.chat_protocol import ChatCompletionRequest
 from jaxpaged.server.protocol import (
     ApiModel,
-    ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
     PromptFields,
@@ -65,21 +65,22 @@ def _fields(body: GenerationRequest, part: type[ApiModel]) -> Iterable[str]:
     return part.model_fields if isinstance(body, part) else ()
 
 
-def completion_params(body: CompletionRequest, defaults: GenerationConfig, vocab_size: int) -> SamplingParams:
+def completion_params(body: CompletionRequest, defaults: GenerationConfig) -> SamplingParams:
     """Sampling parameters of a text completion.
 
     Raises:
         InvalidRequestError: a value out of range, or a parameter that is not supported.
     """
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    logprobs = _num_logprobs(body.logprobs, vocab_size)
     if body.echo:
         max_tokens = max(max_tokens, 1)  # the engine draws a token, which the answer does not show
-    params = _sampling_params(body, defaults, max_tokens=max_tokens, logprobs=logprobs)
-    return replace(params, prompt_logprobs=_first(params.prompt_logprobs, logprobs)) if body.echo else params
+    params = _sampling_params(body, defaults, max_tokens=max_tokens, logprobs=body.logprobs)
+    if body.echo and params.prompt_logprobs is None and params.wants_logprobs:
+        return replace(params, prompt_logprobs=params.logprobs or 0)
+    return params
 
 
-def chat_params(body: ChatCompletionRequest, defaults: GenerationConfig, vocab_size: int) -> SamplingParams:
+def chat_params(body: ChatCompletionRequest, defaults: GenerationConfig) -> SamplingParams:
     """Sampling parameters of a chat completion.
 
     Raises:
@@ -89,7 +90,7 @@ def chat_params(body: ChatCompletionRequest, defaults: GenerationConfig, vocab_s
         body,
         defaults,
         max_tokens=_first(body.max_completion_tokens, body.max_tokens),
-        logprobs=_num_logprobs(body.top_logprobs or 0, vocab_size) if body.logprobs else None,
+        logprobs=body.top_logprobs or 0 if body.logprobs else None,
     )
 
 
@@ -101,8 +102,16 @@ def truncate(
     Args:
         limit: most tokens that a prompt may have; -1 stands for it.
         side: that is cut off unless the request names one.
+
+    Raises:
+        InvalidRequestError: nothing would be left.
     """
     keep = body.truncate_prompt_tokens
+    if keep == 0:
+        raise InvalidRequestError(
+            "truncate_prompt_tokens is 0, which leaves nothing of the prompt; give a positive number, or -1",
+            param="truncate_prompt_tokens",
+        )
     if keep is None:
         return token_ids
     if keep == -1:
@@ -177,10 +186,6 @@ def _beam_settings(body: GenerationRequest) -> BeamSettings | None:
 
 def _stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def _num_logprobs(asked: int | None, vocab_size: int) -> int | None:
-    return vocab_size if asked == -1 else asked
 
 
 def _first(*values: T | None) -> T | None:

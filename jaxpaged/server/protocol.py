@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     PlainValidator,
@@ -18,7 +16,14 @@ from pydantic import (
 
 from jaxpaged.core.beam import MAX_LENGTH_PENALTY
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.request import MAX_BAD_WORDS, MAX_LOGIT_BIASES, MAX_LOGPROB_TOKEN_IDS, MAX_N
+from jaxpaged.request import (
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
+    MAX_N,
+    MAX_REPETITION_PENALTY,
+    MIN_REPETITION_PENALTY,
+)
 
 MAX_PROMPTS = 1024
 MAX_STOP_STRINGS = 4
@@ -205,7 +210,8 @@ class GenerationRequest(UnsupportedFields, PromptFields):
     )
     repetition_penalty: float | None = Field(
         default=None,
-        gt=0,
+        ge=MIN_REPETITION_PENALTY,
+        le=MAX_REPETITION_PENALTY,
         description="Above 1 makes tokens of prompt and output less likely. Default: the generation config, or 1.",
     )
     logit_bias: dict[str, float] | None = Field(
@@ -284,139 +290,10 @@ class CompletionRequest(GenerationRequest, UnsupportedInText):
     add_special_tokens: bool = Field(default=True, description="Add BOS etc. to a text prompt.")
 
 
-class ContentPart(ApiModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: str
-    text: str | None = None
-
-
-def _parse_arguments(value: Any) -> Any:
-    """Arguments as the mapping that chat templates want."""
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"the arguments of a function call must be a JSON object: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError("the arguments of a function call must be a JSON object")
-    return value
-
-
-class MessageFunction(ApiModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: str
-    arguments: Annotated[
-        dict[str, Any],
-        BeforeValidator(_parse_arguments),
-        WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
-    ] = Field(default_factory=dict, description="A JSON object, or the text of one.")
-
-
-class MessageToolCall(ApiModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"] = "function"
-    function: MessageFunction
-
-
-class ChatMessage(ApiModel):
-    """A message of the conversation; further fields are handed to the chat template."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | list[ContentPart | str] | None = None
-    tool_calls: list[MessageToolCall] | None = Field(default=None, description="Calls of an assistant's message.")
-
-
-class FunctionDefinition(ApiModel):
-    model_config = ConfigDict(extra="allow")
-
-    name: str = Field(min_length=1)
-    description: str | None = None
-    parameters: dict[str, Any] | None = Field(default=None, description="JSON schema of the arguments.")
-    strict: bool | None = Field(
-        default=None, description="Refuse a schema of which not all can be enforced, where a call is enforced."
-    )
-
-
-class ToolDefinition(ApiModel):
-    model_config = ConfigDict(extra="allow")
-
-    type: Literal["function"] = "function"
-    function: FunctionDefinition
-
-
-class FunctionName(ApiModel):
-    name: str
-
-
-class NamedToolChoice(ApiModel):
-    type: Literal["function"] = "function"
-    function: FunctionName
-
-
-class TemplateFields(ApiModel):
-    """How messages become a prompt."""
-
-    messages: list[ChatMessage] = Field(min_length=1)
-    add_generation_prompt: bool = Field(default=True, description="End with the start of the assistant's turn.")
-    continue_final_message: bool = Field(default=False, description="Leave the last message open.")
-    add_special_tokens: bool = Field(default=False, description="Add BOS etc. to what the chat template gives.")
-    chat_template: str | None = Field(default=None, description="Jinja template to use; where the server allows it.")
-    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables for the chat template.")
-    documents: list[dict[str, Any]] | None = Field(default=None, description="Documents for the chat template.")
-    tools: list[ToolDefinition] | None = Field(
-        default=None, min_length=1, description="Functions that the model may call; shown by the chat template."
-    )
-    reasoning_effort: str | None = Field(default=None, description="Handed to the chat template.")
-
-    @model_validator(mode="after")
-    def _check_turns(self) -> Self:
-        if self.add_generation_prompt and self.continue_final_message:
-            raise InvalidRequestError(
-                "continue_final_message and add_generation_prompt cannot both be true; set one to false",
-                param="continue_final_message",
-            )
-        return self
-
-
-class ChatCompletionRequest(GenerationRequest, TemplateFields):
-    max_completion_tokens: int | None = Field(default=None, ge=1, description="Goes before max_tokens.")
-    max_tokens: int | None = Field(default=None, ge=1, description="Default: what the model's length limit leaves.")
-    logprobs: bool | None = Field(default=None, description="Report the log-probability of each output token.")
-    top_logprobs: int | None = Field(
-        default=None, ge=-1, description="Most probable tokens to report at each position (-1 is all); needs logprobs."
-    )
-
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = Field(
-        default=None,
-        description='"auto" (the default with tools): the model decides; "none": calls stay text; "required": it must '
-        "call; or the function to call.",
-    )
-    parallel_tool_calls: bool | None = Field(default=None, description="False keeps the first call only.")
-    include_reasoning: bool = Field(default=True, description="False leaves the reasoning out of the answer.")
-
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs=true", param="top_logprobs")
-        return self
-
-
 class TokenizeTextRequest(ApiModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool = True
-    return_token_strs: bool | None = None
-
-
-class TokenizeChatRequest(TemplateFields):
-    model: str | None = None
     return_token_strs: bool | None = None
 
 

@@ -11,10 +11,11 @@ from aiohttp import web
 from jaxpaged.engine.async_engine import INLINE_TOKENIZE_CHARS
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.server.body import parse, read_json
+from jaxpaged.server.chat_protocol import TokenizeChatRequest
 from jaxpaged.server.chat_template import render_body
 from jaxpaged.server.generation import json_response
 from jaxpaged.server.openapi import openapi_document
-from jaxpaged.server.protocol import DetokenizeRequest, TokenizeChatRequest, TokenizeTextRequest
+from jaxpaged.server.protocol import DetokenizeRequest, TokenizeTextRequest
 from jaxpaged.server.responses import (
     DetokenizeResponse,
     LoadResponse,

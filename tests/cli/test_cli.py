@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +27,7 @@ from jaxpaged.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxpaged.request import SamplingParams
 from jaxpaged.server import ServerConfig
 
-COMMANDS = ("serve", "generate", "chat", "pull", "convert", "plan", "version")
+COMMANDS = ("serve", "generate", "chat", "pull", "convert", "plan", "trace", "view", "version")
 
 
 def engine_config(*flags: str) -> EngineConfig:
@@ -267,6 +268,9 @@ class FakeLLM:
 
     def get_tokenizer(self) -> WordTokenizer:
         return WordTokenizer()
+
+    def recording(self, file: object) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams(temperature=0.7)

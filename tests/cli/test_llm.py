@@ -126,17 +126,31 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM, capsys: pytest.Captu
 
 @pytest.mark.parametrize(
     ("prompts", "queued"),
-    [("ab", ["ab"]), ([4, 5], [[4, 5]]), (["ab", "c"], ["ab", "c"]), ([[4], [5, 6]], [[4], [5, 6]]), ([], [])],
+    [
+        ("ab", ["ab"]),
+        ([4, 5], [[4, 5]]),
+        (["ab", "c"], ["ab", "c"]),
+        ([[4], [5, 6]], [[4], [5, 6]]),
+        ([], []),
+        ({"prompt": "ab"}, ["ab"]),
+        ([{"prompt": "ab"}, "c", {"prompt": "d", "prompt_token_ids": [4]}], ["ab", "c", [4]]),
+    ],
 )
 def test_one_prompt_or_many(llm: LLM, engine: FakeEngine, prompts: Any, queued: list[Any]) -> None:
     assert len(llm.generate(prompts)) == len(queued)
     assert [prompt for prompt, _, _ in engine.added] == queued
 
 
-@pytest.mark.parametrize("prompts", [["ab", 3], [["a"]], [None], [[1], 2]])
+@pytest.mark.parametrize("prompts", [["ab", 3], [["a"]], [None], [[1], 2], {}, [{"prompt": 3}]])
 def test_what_is_no_prompt_is_refused(llm: LLM, engine: FakeEngine, prompts: Any) -> None:
     with pytest.raises(InvalidRequestError, match="is no prompt"):
         llm.generate(prompts)
+    assert engine.added == []
+
+
+def test_a_prompt_with_more_than_a_text_is_refused(llm: LLM, engine: FakeEngine) -> None:
+    with pytest.raises(InvalidRequestError, match="has the key 'multi_modal_data'"):
+        llm.generate({"prompt": "ab", "multi_modal_data": {"image": "x"}})
     assert engine.added == []
 
 
@@ -181,6 +195,35 @@ def test_chat_renders_and_adds_no_special_tokens_again(llm: LLM, engine: FakeEng
     assert engine.added[0][0] == [ord(c) for c in "u:hi;A:"]
     outputs = llm.chat([hello, bye], add_generation_prompt=False, chat_template_kwargs={"mark": "!"}, use_tqdm=False)
     assert [o.prompt for o in outputs] == ["u:hi;!", "u:bye;!"]
+
+
+def test_tools_and_calls_reach_the_template(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    def render(_self: FakeTokenizer, messages: list[dict[str, Any]], **options: Any) -> str:
+        seen.append((messages, options["tools"]))
+        return "text"
+
+    monkeypatch.setattr(FakeTokenizer, "apply_chat_template", render)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    parsed = {**call, "function": {"name": "f", "arguments": {"x": 1}}}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    llm.chat(chat, tools=tools)
+    [(messages, shown)] = seen
+    assert shown == tools
+    assert messages == [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [parsed]},
+        {"role": "tool", "tool_call_id": "1", "content": "2", "name": "f"},
+    ]
+    assert chat[1]["content"] is None, "what was given does not change"
+    llm.chat(chat[:1])
+    assert seen[1][1] is None
 
 
 def test_chats_that_cannot_be_rendered_are_refused(llm: LLM, engine: FakeEngine) -> None:

@@ -199,7 +199,7 @@ def test_a_request_without_a_detokenizer_is_not_queued(llm: LLM, monkeypatch: py
         raise RuntimeError("no detokenizer today")
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxpaged.engine.engine.OutputBuilder", broken)
+        patch.setattr("jaxpaged.engine.collector.OutputBuilder", broken)
         with pytest.raises(RuntimeError, match="today"):
             llm.generate("a", GREEDY, use_tqdm=False)
     assert is_idle(llm)
@@ -232,7 +232,7 @@ def test_what_cannot_be_served(tiny_model: nnx.Module, tiny_tokenizer: Any) -> N
         (None, tiny_tokenizer, {}, "NoneType is no model"),
         (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), tiny_tokenizer, {}, "Linear is no model"),
         (tiny_model, "x", {}, "str is not a fast tokenizer"),
-        (tiny_model, tiny_tokenizer, {"attention": "nope"}, "must be one of triton, xla"),
+        (tiny_model, tiny_tokenizer, {"attention": "nope"}, "must be one of triton, native, xla"),
         (tiny_model, tiny_tokenizer, {"swap_space": "99999TiB"}, "lower swap_space"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLParserLimits
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxpaged.core.grammar import Grammar
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.grammars import GrammarCompiler, compiler
-from jaxpaged.structured_outputs import MAX_CHARS, MAX_NESTING, StructuredOutputs
+from jaxpaged.grammars import GrammarCompiler, compiler, library
+from jaxpaged.structured_outputs import MAX_CHARS, MAX_CHOICES, MAX_NESTING, StructuredOutputs
 
 EOS, OTHER_EOS = 260, 262
 
@@ -93,6 +94,43 @@ def test_choices_allow_exactly_what_leads_to_one_of_them(
         written += TEXTS[token]
 
 
+def test_many_choices_and_properties(grammars: GrammarCompiler) -> None:
+    choices = [f"{i:04d}" for i in range(MAX_CHOICES)]
+    matcher = grammars.compile(StructuredOutputs(choice=choices)).result().new_matcher()
+    digits = {token for token, text in TEXTS.items() if text.isdigit()}
+    for digit in b"0123":
+        assert allowed(grammars, matcher) == [digits]
+        matcher.accept(next(token for token, text in TEXTS.items() if text == bytes([digit])))
+    assert matcher.error is None and matcher.is_finished
+    names = [f"p{i}" for i in range(2500)]
+    schema = {"type": "object", "properties": {name: {"type": "null"} for name in names}, "additionalProperties": False}
+    text = json.dumps({names[7]: None, names[-1]: None})
+    matcher = grammars.compile(StructuredOutputs(json=schema)).result().new_matcher()
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        assert token in allowed(grammars, matcher)[0]
+        matcher.accept(token)
+    assert matcher.error is None and matcher.is_finished
+
+
+def test_a_mask_that_cannot_be_made_allows_nothing(grammars: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance would allow an end of the text there, whether it is one or not."""
+    monkeypatch.setattr(library, "LIMITS", LLParserLimits(step_max_items=100, verbose_errors=False))
+    small = GrammarCompiler(TOKENIZER, (EOS,), 263)
+    growing = small.compile(StructuredOutputs(grammar='start: e\ne: e e | "a" | "b" | "c"')).result()
+    other = grammars.compile(StructuredOutputs(choice=["{"])).result().new_matcher()
+    a, brace = (TOKENIZER.encode(char, add_special_tokens=False)[0] for char in "a{")
+    for company in ([], [other]):
+        matcher = growing.new_matcher()
+        while matcher.error is None:
+            matcher.accept(a)
+            *beside, found = allowed(small, *company, matcher)
+            assert (found == set()) == (matcher.error is not None)
+            assert beside == [{brace}] * len(company)
+        assert "Too many items" in matcher.error
+    assert other.error is None
+    small.close()
+
+
 def test_matchers_are_independent(grammars: GrammarCompiler) -> None:
     grammar = grammars.compile(StructuredOutputs(choice=["ab", "cd"])).result()
     first, second = grammar.new_matcher(), grammar.new_matcher()
@@ -128,6 +166,36 @@ def test_reasoning_may_come_before(grammars: GrammarCompiler, thinking: str) -> 
 
 
 # -- keeping
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"regex": r"[^<]{1,9}<"}, ["ab", "abc", "a</"]),
+        ({"regex": r"(\w+ )*\w+"}, ["ab", " ab", "abc ab"]),
+        ({"regex": r"[a-c]{1,4}|</+"}, ["ab", "</"]),
+        ({"json": {"type": "object", "properties": {"a": {"type": "string", "maxLength": 9}}}}, ['{"a": "ab', "{"]),
+        ({"json": {"type": "string", "pattern": "^[ a-b]{1,9}$"}}, ['"', '"ab', '"a b']),
+    ],
+)
+def test_masks_are_those_of_testing_each_token(
+    grammars: GrammarCompiler, fields: dict[str, Any], texts: list[str]
+) -> None:
+    """What may come next is known for many tokens at a time; the reference tries them one by one."""
+    grammar = grammars.compile(StructuredOutputs(**fields)).result()
+    for text in ["", *texts]:
+        matcher = grammar.new_matcher()
+        for token in TOKENIZER.encode(text, add_special_tokens=False):
+            matcher.accept(token)
+        if matcher.error is not None:  # the text does not fit
+            continue
+        [found] = allowed(grammars, matcher)
+        for token in range(EOS):
+            follower = grammar.new_matcher()
+            for before in TOKENIZER.encode(text, add_special_tokens=False):
+                follower.accept(before)
+            follower.accept(token)
+            assert (token in found) == (follower.error is None), (text, TOKENIZER.decode([token]))
 
 
 def test_each_grammar_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

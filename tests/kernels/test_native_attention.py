@@ -43,8 +43,8 @@ def attention(**options: Any) -> Any:
 
 
 def check(case: PagedCase, *, sinks: npt.NDArray | None = None, decode_only: bool = False, **options: Any) -> None:
-    attend = functools.partial(paged_attention, scale=SCALE, implementation="native", sinks=sinks, **options)
-    out = jax.jit(functools.partial(attend, decode_only=decode_only))(*case.arguments, **case.scales)
+    attend: Any = functools.partial(paged_attention, scale=SCALE, implementation="native", **options)
+    out = jax.jit(functools.partial(attend, decode_only=decode_only, sinks=sinks))(*case.arguments, **case.scales)
     tolerance = TOLERANCE[str(out.dtype)]
     expected = case.expected(SCALE, sinks=sinks, **options)
     np.testing.assert_allclose(np.asarray(out, np.float64), expected, rtol=tolerance, atol=tolerance)
@@ -114,7 +114,13 @@ def test_equal_bits_in_any_chunks_and_blocks(isa: str, dtype: str, kv_dtype: str
     attend = attention(window=window)
 
     def case_of(block_size: int) -> PagedCase:
-        shape = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 64, "dtype": dtype, "kv_dtype": kv_dtype}
+        shape: dict[str, Any] = {
+            "num_heads": 6,
+            "num_kv_heads": 2,
+            "head_dim": 64,
+            "dtype": dtype,
+            "kv_dtype": kv_dtype,
+        }
         return make_case([(length, length), (300, 200)], block_size=block_size, **shape)
 
     whole = case_of(16)
@@ -245,7 +251,7 @@ def test_donated_pools_are_written_where_they_are(stored: str) -> None:
         q, pools = rotate_and_write_kv(q, k, v, table, table, pools, slots, implementation="native")
         options = dict(zip(("k_scales", "v_scales"), pools[2:], strict=False))
         starts = jnp.arange(9, dtype=jnp.int32)
-        attend = functools.partial(paged_attention, scale=SCALE, implementation="native", decode_only=True)
+        attend: Any = functools.partial(paged_attention, scale=SCALE, implementation="native", decode_only=True)
         return attend(q, *pools[:2], tables, lens, starts, 8, **options), pools
 
     lowered = jax.jit(step, donate_argnums=0).lower(pools, q, k, k, table, ints((8,)), ints((8, 64)), ints((8,)))

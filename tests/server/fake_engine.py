@@ -66,7 +66,7 @@ class FakeEngine:
     Attributes:
         scripts: token ids that a prompt's sequences write, by the prompt's text (without special tokens).
         step_s: seconds that a step takes.
-        fail_steps: the requests of that many next steps end with an error.
+        fail_steps: the requests of that many next steps end with an error, for `fail_reason`.
         dies: the next step raises.
         params: sampling parameters of every request so far that was not for an embedding, by request id.
         held: tokens in memory, by request id.
@@ -87,6 +87,7 @@ class FakeEngine:
         self.scripts: dict[str, list[int]] = {}
         self.step_s = step_s
         self.fail_steps = 0
+        self.fail_reason = "RuntimeError: out of memory"
         self.dies = False
         self.params: dict[str, SamplingParams] = {}
         self.requests: dict[str, Request] = {}
@@ -307,7 +308,7 @@ class FakeEngine:
         for sequence in request.sequences:
             self._end(sequence, FinishReason.ERROR)
         self._running = [r for r in self._running if r is not request]
-        return self._output(request, "RuntimeError: out of memory")
+        return self._output(request, self.fail_reason)
 
     def _output(self, request: Request, error: str | None = None) -> RequestOutput | None:
         builder = self._builders[request.request_id]

@@ -77,11 +77,11 @@ async def test_fields_that_do_not_fit(client: Client, change: dict[str, Any], pa
         ({"max_tokens": 257}, "max_tokens", "256"),
         ({"max_tokens": 0}, "max_tokens", "at least 1"),
         ({"logprobs": 21}, "logprobs", "20"),
-        ({"logprobs": -1}, "logprobs", "20"),
+        ({"logprobs": -1}, "logprobs", "logprobs is -1 (all 260), but this engine reports at most 20"),
         ({"n": 9}, "n", "8"),
         ({"stop_token_ids": [260]}, "stop_token_ids", "out of vocabulary"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "token ids"),
-        ({"truncate_prompt_tokens": 0}, "prompt", "empty"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens", "leaves nothing"),
     ],
 )
 async def test_requests_that_cannot_be_served(client: Client, change: dict[str, Any], param: str, words: str) -> None:

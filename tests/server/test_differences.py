@@ -8,12 +8,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from server.fake_engine import EOS
 from server.live_server import Client, StartServer
 
 from jaxpaged.core.beam import BeamSearch, BeamSettings
+from jaxpaged.core.constraints import NOT_ALLOWED
+from jaxpaged.engine.validation import check_constraints
+from jaxpaged.errors import InvalidRequestError
+from jaxpaged.ops.adjust import History, edit_logits, penalize, unless_empty
+from jaxpaged.ops.sampling import gather_logprobs, sample
+from jaxpaged.request import MIN_TEMPERATURE, Request, SamplingParams
 
 PATH = "/v1/completions"
 LISTED = [d["id"] for d in json.loads((Path(__file__).parents[2] / "docs/differences.json").read_text())["differences"]]
@@ -36,6 +43,57 @@ async def removed_parameters(start: StartServer) -> None:
 async def unsupported_parameters(start: StartServer) -> None:
     error = await (await start()).error(PATH, {"prompt": "hi", "suffix": "end"})
     assert error["param"] == "suffix" and "not supported yet" in error["message"]
+
+
+async def logit_bias_entries(start: StartServer) -> None:
+    client = await start()
+    keys = [f"{i % 250:0{3 + i // 250}d}" for i in range(1024)]  # of one id in several spellings
+    await client.complete(logit_bias=dict.fromkeys(keys, 1.0))
+    error = await client.error(PATH, {"prompt": "hi", "logit_bias": dict.fromkeys([*keys, "250"], 1.0)})
+    assert error["param"] == "body.logit_bias" and "at most 1024" in error["message"]
+    ids = {"stop_token_ids": list(range(129)), "max_tokens": 9}
+    await client.complete(**ids)
+    error = await client.error(PATH, {"prompt": "hi", **ids, "min_tokens": 1})
+    assert error["param"] == "stop_token_ids" and "at most 128" in error["message"]
+
+
+async def repetition_penalties(start: StartServer) -> None:
+    client = await start()
+    for penalty in (1e-30, 1e30):
+        await client.complete(repetition_penalty=penalty)
+    for penalty in (1e-31, 1e31, 1e-300, 1e300):
+        error = await client.error(PATH, {"prompt": "hi", "repetition_penalty": penalty})
+        assert error["param"] == "body.repetition_penalty"
+    # The largest logits of models are some hundreds.
+    logits, blocks = jnp.float32([[-1e3, 1e3, 1.0, 0.0]]), jnp.int32([[0]])
+    for penalty in (1e-30, 1e30):
+        history = History(jnp.int32([[0, 1, 2, 3]]), blocks, jnp.int32([4]))
+        none = jnp.zeros(1)
+        found = penalize(logits, history, jnp.int32([4]), jnp.float32([penalty]), none, none)
+        assert np.isfinite(found / MIN_TEMPERATURE).all()
+
+
+async def bans_that_leave_nothing(start: StartServer) -> None:
+    logits, rows, ids = jnp.float32([[0.0, 1.0, -jnp.inf]]), jnp.int32([0, 0]), jnp.int32([0, 1])
+    banned = edit_logits(logits, rows, ids, jnp.full(2, NOT_ALLOWED))
+    assert (unless_empty(banned, logits) == logits).all()
+    one_left = edit_logits(logits, rows[:1], ids[:1], jnp.full(1, NOT_ALLOWED))
+    assert (unless_empty(one_left, logits) == one_left).all()
+    request = Request(
+        "r", [1], SamplingParams(allowed_token_ids=[5]), max_tokens=4, seed=0, bad_words=((5,),), vocab_size=9
+    )
+    with pytest.raises(InvalidRequestError, match="bad_words forbids every id"):
+        check_constraints(request)
+
+
+async def padded_ids(start: StartServer) -> None:
+    logits = jnp.float32([[0.0, 2.0, 1.0, 9.0]])
+    _, rank, top, _ = gather_logprobs(logits, jnp.int32([2]), 2, num_drawable=3)
+    assert (rank.tolist(), top.tolist()) == ([2], [[1, 2]])
+    one, zero = jnp.ones(1), jnp.zeros(1)
+    seeds = jnp.zeros((1, 2), jnp.uint32)
+    drawn = sample(logits, zero, jnp.int32([0]), one, zero, seeds, jnp.int32([0]), vocab_size=3)
+    assert drawn.tolist() == [1]
 
 
 async def unauthorized_body(start: StartServer) -> None:
@@ -137,6 +195,23 @@ async def stored_responses(start: StartServer) -> None:
         assert (await client.get(f"/v1/responses/{answer['id']}"))[0] == status
 
 
+async def response_logprobs(start: StartServer) -> None:
+    include = {"input": "hi", "include": ["message.output_text.logprobs"]}
+    tools = {"tools": [{"type": "function", "name": "f"}]}
+    client = await start(enable_auto_tool_choice=True, tool_call_parser="hermes")
+    assert (await client.error("/v1/responses", include | tools))["param"] == "include"
+    assert (await client.post("/v1/responses", include | tools | {"tool_choice": "none"}))[0] == 200
+    client = await start(reasoning_parser="qwen3")
+    assert (await client.error("/v1/responses", include))["param"] == "include"
+
+
+async def response_fields(start: StartServer) -> None:
+    client = await start()
+    for field in ({"n": 2}, {"echo": True}, {"prompt_logprobs": 1}, {"return_token_ids": True}):
+        [name] = field
+        assert (await client.error("/v1/responses", {"input": "hi", **field}))["param"] == name
+
+
 async def response_ids(start: StartServer) -> None:
     client = await start()
     body = {"input": "hi", "request_id": "mine"}
@@ -234,6 +309,10 @@ CHECKS: dict[str, Callable[[StartServer], Awaitable[None]]] = {
         greedy_choices,
         removed_parameters,
         unsupported_parameters,
+        logit_bias_entries,
+        repetition_penalties,
+        bans_that_leave_nothing,
+        padded_ids,
         unauthorized_body,
         aborts_counted,
         metric_prefix,
@@ -248,6 +327,8 @@ CHECKS: dict[str, Callable[[StartServer], Awaitable[None]]] = {
         text_offsets,
         echo_alone,
         stored_responses,
+        response_logprobs,
+        response_fields,
         response_ids,
         reasoning_parts,
         beam_search,

@@ -27,6 +27,17 @@ def joined(events: list[Any]) -> dict[int, dict[str, Any]]:
     return choices
 
 
+async def test_echo_beside_asked_tokens(client: Client) -> None:
+    """Log-probabilities that are reported for tokens by their ids only are those of outputs; the prompt has its own."""
+    body = {"prompt": "hi", "echo": True, "logprob_token_ids": [5], "max_tokens": 1, "return_prompt_text": True}
+    [choice] = (await client.complete(**body))["choices"]
+    logprobs = choice["logprobs"]
+    assert logprobs["tokens"] == ["<s>", "h", "i", "a"] and logprobs["token_logprobs"] == [None, -1.0, -1.0, -1.0]
+    asked = client.engine.tokenizer.decode([5])
+    assert [list(top) for top in logprobs["top_logprobs"][1:]] == [["h"], ["i"], ["a", asked]]
+    assert joined(await client.events(PATH, **body))[0]["logprobs"] == logprobs
+
+
 @pytest.mark.parametrize(("max_tokens", "logprobs"), [(0, None), (0, 0), (0, 2), (1, 2), (3, None), (3, 0)])
 @pytest.mark.parametrize("prompt", ["hé", ["hé", "x"], [71, 128, 105], [[71], [BOS, 72, 0]]])
 async def test_echo(client: Client, prompt: Any, logprobs: int | None, max_tokens: int) -> None:

@@ -52,6 +52,28 @@ async def test_one_embedding_a_prompt_in_their_order(client: Client, given: Any,
     assert answer["usage"] == usage
 
 
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]
+RENDERED = "<s><|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nho"
+
+
+@pytest.mark.parametrize(
+    ("options", "end", "first"),
+    [
+        ({}, "<|im_end|>\n", []),
+        ({"add_generation_prompt": True}, "<|im_end|>\n<|im_start|>assistant\n", []),
+        ({"continue_final_message": True}, "", []),
+        ({"chat_template_kwargs": {"extra": "!"}, "add_special_tokens": True}, "<|im_end|>\n!", [BOS]),
+    ],
+)
+async def test_a_chat(client: Client, options: dict[str, Any], end: str, first: list[int]) -> None:
+    prompt = first + client.engine.ids(RENDERED + end)
+    answer = await embed(client, messages=CHAT, use_activation=False, **options)
+    assert [d["embedding"] for d in answer["data"]] == [raw(prompt)]
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    await embed(client, messages=CHAT, truncate_prompt_tokens=3, **options)
+    assert client.engine.all_requests[-1].prompt_token_ids == prompt[:3]
+
+
 async def test_encodings(client: Client) -> None:
     for endianness, dtype in (("native", "<f4"), ("little", "<f4"), ("big", ">f4")):
         body = {"encoding_format": "base64", "use_activation": False, "endianness": endianness}
@@ -107,13 +129,22 @@ async def test_prompts_are_cut_on_the_right_unless_told_otherwise(client: Client
         ({"input": "a", "dimensions": 3}, "does not support matryoshka representation"),
         ({"input": "a", "encoding_format": "bytes"}, "encoding_format"),
         ({"input": "a", "embed_dtype": "float16"}, "embed_dtype"),
-        ({"input": "a", "truncate_prompt_tokens": 0}, "the prompt is empty"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "leaves nothing of the prompt"),
+        ({"input": "a", "messages": [{"role": "user", "content": "a"}]}, "input and messages exclude each other"),
+        ({"messages": []}, "messages: List should have at least 1 item"),
+        ({"messages": [{"role": "bad", "content": "a"}]}, "no such role"),
+        ({"messages": [{"role": "user", "content": "a"}], "chat_template": "x"}, "--trust-request-chat-template"),
+        ({"messages": [{"role": "user", "content": "a" * MAX_MODEL_LEN}]}, "maximum context length"),
         ({"input": "a", "padding": "max_length"}, "padding"),
     ],
 )
 async def test_refused(client: Client, body: dict[str, Any], message: str) -> None:
     assert message in (await client.error(PATH, body))["message"]
     assert client.engine.all_requests == []
+
+
+async def test_an_id_that_is_no_token_is_an_error_of_the_input(client: Client) -> None:
+    assert (await client.error(PATH, {"input": [VOCAB_SIZE]}))["param"] == "input"
 
 
 async def test_an_unknown_model_and_a_failing_engine(client: Client) -> None:

@@ -9,21 +9,16 @@ from typing import Any
 import pytest
 from server.live_server import Client
 
-from jaxpaged.server.embeddings_protocol import EmbeddingsRequest
-from jaxpaged.server.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
-)
+from jaxpaged.server.chat_protocol import ChatCompletionRequest, TokenizeChatRequest
+from jaxpaged.server.embeddings_protocol import EmbeddingsChatRequest, EmbeddingsRequest
+from jaxpaged.server.protocol import CompletionRequest, DetokenizeRequest, TokenizeTextRequest
 from jaxpaged.server.responses_api.protocol import ResponsesRequest
 
 MODELS = {
     "/v1/completions": (CompletionRequest,),
     "/v1/chat/completions": (ChatCompletionRequest,),
     "/v1/responses": (ResponsesRequest,),
-    "/v1/embeddings": (EmbeddingsRequest,),
+    "/v1/embeddings": (EmbeddingsRequest, EmbeddingsChatRequest),
     "/tokenize": (TokenizeTextRequest, TokenizeChatRequest),
     "/detokenize": (DetokenizeRequest,),
 }
@@ -52,8 +47,8 @@ async def test_random_bodies(client: Client, path: str, seed: int) -> None:
         body = {name: rng.choice(VALUES) for name in rng.sample(names, rng.randint(0, min(3, len(names))))}
         # Mostly valid where it is required, so that the other fields are reached.
         body |= {name: value for name, value in good.items() if name in names and rng.random() < 0.9}
-        if path == "/tokenize":
-            body.pop(rng.choice(["prompt", "messages"]), None)
+        if path in ("/tokenize", "/v1/embeddings"):  # of a text, or of a chat
+            body.pop(rng.choice(["prompt" if path == "/tokenize" else "input", "messages"]), None)
         status, answer = await client.post(path, body)
         statuses.add(status)
         assert status in (200, 400, 404), (body, answer)

@@ -298,15 +298,15 @@ async def test_clients_that_leave_disturb_nobody(client: Client, alone: Alone, t
 async def test_a_failed_step_ends_its_requests_only(
     client: Client, alone: Alone, tiny_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run, fail = client.engine._runner.run, asyncio.Event()
+    launch, fail = client.engine._runner.launch, asyncio.Event()
 
     def failing(plan: Any) -> Any:
         if fail.is_set():
             fail.clear()
             raise RuntimeError("the device has\nfallen over")
-        return run(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(client.engine._runner, "run", failing)
+    monkeypatch.setattr(client.engine._runner, "launch", failing)
     body = {"max_tokens": 100, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     # As many as run at once, and two that wait.
     running = [asyncio.create_task(client.events(PATH, prompt=f"r{i}", **body)) for i in range(CONFIG.max_num_seqs)]
@@ -351,7 +351,7 @@ async def test_a_stop_under_load(
         ]
         before = engine.stats().generation_tokens_total
         async with asyncio.timeout(10):
-            while engine.stats().generation_tokens_total < before + 40 or len(engine._outputs) < 10:
+            while engine.stats().generation_tokens_total < before + 40 or len(engine._collector.request_ids) < 10:
                 await asyncio.sleep(0.005)
         server.stopper.stop()
         answers = await asyncio.gather(*tasks)

@@ -11,10 +11,11 @@ from jaxpaged.engine.async_engine import AsyncEngine
 from jaxpaged.errors import ConfigError
 from jaxpaged.outputs import Logprob
 from jaxpaged.request import OutputKind
+from jaxpaged.server.chat_protocol import ChatCompletionRequest
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.logprobs import chat_logprobs, completion_logprobs
 from jaxpaged.server.params import chat_params, completion_params
-from jaxpaged.server.protocol import ChatCompletionRequest, CompletionRequest
+from jaxpaged.server.protocol import CompletionRequest
 from jaxpaged.weights.generation import GenerationConfig
 
 STEP = {5: Logprob(-math.inf, 9, "é"), 1: Logprob(-0.1, 1, "x"), 2: Logprob(-0.2, 2, "x"), 3: Logprob(-0.3, 3, "y")}
@@ -43,6 +44,12 @@ def test_chat_logprobs_have_utf8_bytes_and_the_most_probable_tokens() -> None:
     assert [(t.token, t.logprob) for t in entry.top_logprobs] == [("x", -0.1), ("x", -0.2), ("y", -0.3)]
 
 
+def test_all_log_probabilities() -> None:
+    logprobs = chat_logprobs([STEP], -1)
+    assert logprobs is not None
+    assert [t.logprob for t in logprobs.content[0].top_logprobs] == [-0.1, -0.2, -0.3, -9999.0]
+
+
 def test_names_by_token_id() -> None:
     logprobs = chat_logprobs([STEP], 1, as_token_ids=True)
     assert logprobs is not None
@@ -59,21 +66,21 @@ def test_no_logprobs() -> None:
 def test_temperature_defaults(asked: float | None, model: float | None, expected: float) -> None:
     defaults = GenerationConfig(temperature=model)
     body = CompletionRequest(prompt="x", temperature=asked)
-    assert completion_params(body, defaults, 10).temperature == expected
+    assert completion_params(body, defaults).temperature == expected
 
 
 def test_model_defaults_of_top_p_and_top_k() -> None:
     defaults = GenerationConfig(top_p=0.8, top_k=20)
     chat = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], top_k=0)
-    params = chat_params(chat, defaults, 10)
+    params = chat_params(chat, defaults)
     assert (params.top_p, params.top_k) == (0.8, 0)
-    assert completion_params(CompletionRequest(prompt="x"), defaults, 10).top_k == 20
+    assert completion_params(CompletionRequest(prompt="x"), defaults).top_k == 20
 
 
 def test_output_kind_follows_stream() -> None:
     for stream, kind in ((True, OutputKind.DELTA), (False, OutputKind.FINAL_ONLY), (None, OutputKind.FINAL_ONLY)):
         body = CompletionRequest(prompt="x", stream=stream)
-        assert completion_params(body, GenerationConfig(), 10).output_kind is kind
+        assert completion_params(body, GenerationConfig()).output_kind is kind
 
 
 @pytest.mark.parametrize(

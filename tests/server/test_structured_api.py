@@ -345,3 +345,19 @@ async def test_the_form_of_a_response(client: Client) -> None:
         [call] = answer["output"]
         assert status == 200 and (call["name"], call["arguments"]) == ("f", '{"a": 1}')
     assert client.engine.broken == []
+
+
+async def test_a_grammar_that_fails_on_the_way_is_a_400(client: Client) -> None:
+    """Also where the answer has begun, as an event."""
+    client.engine.fail_reason = "Grammar error: Too many items"
+    expected = {"message": "Grammar error: Too many items", "type": "BadRequestError"}
+    for path, body in (
+        ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "[a-z]+"}}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
+    ):
+        client.engine.fail_steps = 1
+        error = await client.error(path, body)
+        assert error.items() >= {**expected, "param": "structured_outputs", "code": 400}.items()
+        client.engine.fail_steps = 1
+        [event] = await client.events(path, **body)
+        assert event["error"] == error

@@ -7,8 +7,9 @@ from typing import Any
 
 from jaxpaged.errors import InvalidRequestError
 from jaxpaged.server.body import parse
+from jaxpaged.server.chat_protocol import ChatCompletionRequest, ContentPart
 from jaxpaged.server.errors import ApiError
-from jaxpaged.server.protocol import ChatCompletionRequest, ContentPart, GenerationRequest
+from jaxpaged.server.protocol import GenerationRequest
 from jaxpaged.server.responses_api.protocol import (
     InputCall,
     InputCallOutput,
@@ -39,7 +40,12 @@ REFUSED: dict[str, tuple[Any, ...]] = {
 }
 _HINTS = {"response_format": "use text.format", "conversation": "use previous_response_id"}
 # Names of a chat's fields in a response's terms.
-_NAMES = {"messages": "input", "max_tokens": "max_output_tokens", "response_format": "text.format"}
+NAMES = {
+    "logprobs": "top_logprobs",
+    "max_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 
 
 def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatCompletionRequest:
@@ -67,14 +73,6 @@ def chat_request(body: ResponsesRequest, items: Sequence[InputItem]) -> ChatComp
         raise _renamed(error) from None
 
 
-def rename(error: InvalidRequestError) -> InvalidRequestError:
-    """A refusal of the chat, in the terms of the response."""
-    name = _NAMES.get(error.param or "")
-    if name is None:
-        return error
-    return InvalidRequestError(str(error).replace(error.param or "", name, 1), param=name)
-
-
 def _renamed(error: ApiError) -> ApiError:
     param = (error.param or "").replace("body.messages", "body.input")
     return ApiError(error.message.replace("messages.", "input.", 1), param=param, type=error.type)
@@ -96,7 +94,7 @@ def _own_fields(body: ResponsesRequest) -> dict[str, Any]:
         ]
     if isinstance(body.tool_choice, NamedFunction):
         fields["tool_choice"] = {"type": "function", "function": {"name": body.tool_choice.name}}
-    else:
+    elif body.tools or body.tool_choice != "auto":  # which is also the name of the default without tools
         fields["tool_choice"] = body.tool_choice
     if LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}

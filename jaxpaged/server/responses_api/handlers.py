@@ -12,14 +12,15 @@ from jaxpaged.errors import InvalidRequestError
 from jaxpaged.server import middleware
 from jaxpaged.server.body import parse, read_json
 from jaxpaged.server.chat import Chat, prepare_chat
-from jaxpaged.server.errors import ApiError
+from jaxpaged.server.errors import ApiError, renamed
 from jaxpaged.server.generation import Generation, json_response, start_generation, stream_events, told_error
 from jaxpaged.server.responses_api.answer import Answer, output_as_input
-from jaxpaged.server.responses_api.conversation import chat_request, rename
-from jaxpaged.server.responses_api.objects import ResponseObject
+from jaxpaged.server.responses_api.conversation import NAMES, chat_request
+from jaxpaged.server.responses_api.objects import CallItem, ResponseObject
 from jaxpaged.server.responses_api.protocol import InputItem, ResponsesRequest
 from jaxpaged.server.responses_api.store import ResponseStore, StoredResponse
 from jaxpaged.server.state import ServerState
+from jaxpaged.server.tools.thinking import Start
 
 _ID = r"{response_id:[\s\S]+}"  # whatever it is, the answer is that there is none
 
@@ -70,7 +71,7 @@ class ResponsesApi:
                 else:
                     await answer.collect(generation)
         except InvalidRequestError as error:
-            raise rename(error) from None
+            raise renamed(error, NAMES) from None
         return json_response(answer.response)
 
     async def show(self, request: web.Request) -> web.Response:
@@ -103,6 +104,12 @@ class ResponsesApi:
         stored = self._stored(response_id, name)
         if stored.response.status not in ("completed", "incomplete"):
             raise InvalidRequestError(f"the response {response_id!r} is {stored.response.status}", param=name)
+        last = stored.response.output[-1] if stored.response.output else None
+        if isinstance(last, CallItem) and last.status != "completed":
+            raise InvalidRequestError(
+                f"the response {response_id!r} ends within a call, and cannot be gone on from; raise max_output_tokens",
+                param=name,
+            )
         return stored.items
 
     def _stored(self, response_id: str, param: str) -> StoredResponse:
@@ -148,7 +155,8 @@ def _check_options(body: ResponsesRequest) -> None:
 
 
 def _check_logprobs(chat: Chat) -> None:
-    if chat.params.logprobs is not None and (chat.reading.calls is not None or chat.reading.thinking is not None):
+    may_think = chat.reading.thinking in (Start.THINKING, Start.UNDECIDED)
+    if chat.params.logprobs is not None and (may_think or chat.reading.calls is not None):
         raise InvalidRequestError(
             "logprobs cannot be told apart from those of tool calls and reasoning; leave them, or the tools, out",
             param="include",

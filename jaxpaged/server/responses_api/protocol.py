@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
-from jaxpaged.server.protocol import ApiModel, ContentPart, GenerationRequest
+from jaxpaged.errors import InvalidRequestError
+from jaxpaged.messages import parse_arguments
+from jaxpaged.server.chat_protocol import ContentPart
+from jaxpaged.server.protocol import ApiModel, GenerationRequest
 
 MAX_METADATA = 16
 
@@ -70,7 +73,23 @@ def _as_items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-Input = Annotated[list[InputItem], BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem])]
+def _check_arguments(items: list[InputItem]) -> list[InputItem]:
+    """Of calls that a client gives; those that the model broke off are no JSON."""
+    for i, item in enumerate(items):
+        if isinstance(item, InputCall):
+            try:
+                parse_arguments(item.arguments)
+            except ValueError as error:
+                name = f"input.{i}.arguments"
+                raise InvalidRequestError(f"{name}: {error}", param=name) from None
+    return items
+
+
+Input = Annotated[
+    list[InputItem],
+    BeforeValidator(_as_items, json_schema_input_type=str | list[InputItem]),
+    AfterValidator(_check_arguments),
+]
 
 
 class FunctionTool(ApiModel):
@@ -132,7 +151,10 @@ class ResponsesRequest(GenerationRequest):
     include_reasoning: bool = Field(default=True, description="False leaves the reasoning out of the answer.")
     text: TextOptions | None = Field(default=None, description="Only format has an effect.")
     top_logprobs: int | None = Field(
-        default=None, ge=0, description='Most probable tokens; with "message.output_text.logprobs" in include.'
+        default=None,
+        ge=0,
+        description='Most probable tokens; with "message.output_text.logprobs" in include. Not where an answer may '
+        "have calls or reasoning: it could not be told whose they are.",
     )
     include: list[str] | None = Field(
         default=None, description='"message.output_text.logprobs"; others are accepted, without effect.'

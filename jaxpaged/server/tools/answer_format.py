@@ -8,9 +8,9 @@ from functools import lru_cache
 from typing import Any
 
 from jaxpaged.errors import InvalidRequestError
+from jaxpaged.server.chat_protocol import ChatCompletionRequest, NamedToolChoice, ToolDefinition
 from jaxpaged.server.chat_template import message_text
 from jaxpaged.server.config import ServerConfig
-from jaxpaged.server.protocol import ChatCompletionRequest, NamedToolChoice, ToolDefinition
 from jaxpaged.server.tools.calls import ToolSchemas
 from jaxpaged.server.tools.registry import PLAIN_CALLS, REASONING_PARSERS, TOOL_PARSERS, CallFormat
 from jaxpaged.server.tools.reply import Reply

@@ -274,7 +274,7 @@ async def test_a_conversation_goes_on(client: Client, monkeypatch: pytest.Monkey
 
 
 async def test_what_is_stored(start_server: StartServer) -> None:
-    client = await start_server(response_store_bytes=30_000)
+    client = await start_server(response_store_bytes=24_000)
     kept = await respond(client)
     assert await client.get(f"{PATH}/{kept['id']}") == (200, kept)
     streamed = (await stream(client, max_output_tokens=2))[-1]["response"]
@@ -374,8 +374,26 @@ async def test_logprobs(start_server: StartServer) -> None:
 
 async def test_logprobs_beside_reasoning_are_refused(client: Client) -> None:
     # The prompt shows no <think>, so that there may be reasoning.
-    error = await client.error(PATH, {"input": "hi", "include": ["message.output_text.logprobs"]})
+    include = {"include": ["message.output_text.logprobs"]}
+    error = await client.error(PATH, {"input": "hi", **include})
     assert error["param"] == "include"
+    answer = await respond(client, **include, chat_template_kwargs={"extra": "<think>\n</think>"})
+    assert [e["token"] for e in answer["output"][0]["content"][0]["logprobs"]] == ["a", "b", "c", "d", "e"]
+
+
+async def test_a_tool_choice_that_is_the_default(client: Client) -> None:
+    answer = await respond(client, tool_choice="auto")
+    assert (answer["tool_choice"], answer["tools"]) == ("auto", [])
+    assert answer["output"][0]["type"] == "message"
+
+
+async def test_an_answer_that_ends_within_a_call_cannot_be_gone_on_from(client: Client) -> None:
+    writes(client, CALLS)
+    cut = len(CALLS[: CALLS.index("Zü")].encode())
+    answer = await respond(client, tools=TOOLS, max_output_tokens=cut)
+    assert answer["output"][-1]["arguments"] == '{"city": "'
+    error = await client.error(PATH, {"input": "hi", "previous_response_id": answer["id"]})
+    assert error["param"] == "previous_response_id" and "ends within a call" in error["message"]
 
 
 async def test_sampling_fields_reach_the_engine(client: Client) -> None:
@@ -398,6 +416,9 @@ async def test_reasoning_effort_and_truncation(start_server: StartServer) -> Non
     assert len(client.engine.all_requests[-1].prompt_token_ids) == 255
 
 
+ARGUMENTS = "body.input.0.arguments"
+
+
 @pytest.mark.parametrize(
     ("change", "param", "words"),
     [
@@ -405,9 +426,13 @@ async def test_reasoning_effort_and_truncation(start_server: StartServer) -> Non
         ({"input": []}, "body.input", "at least 1"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "body.input.0", "must be message, function_call"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input", "input_image"),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]}, None, "JSON object"),
+        (
+            {"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+            ARGUMENTS,
+            "JSON object",
+        ),
         ({"tools": [{"type": "web_search"}]}, None, "function"),
-        ({"tool_choice": "auto"}, "tool_choice", "needs tools"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, None, ""),
         ({"max_output_tokens": 0}, "body.max_output_tokens", "greater than or equal to 1"),
         ({"max_output_tokens": 257}, "max_output_tokens", "256"),
