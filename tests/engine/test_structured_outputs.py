@@ -212,6 +212,8 @@ def test_stops_end_the_output_before_its_grammar(engine: Engine) -> None:
         assert (output.text, output.finish_reason, output.stop_reason) == ("ab", "stop", ids["c"])
     for output in draw(engine, StructuredOutputs(choice=["abcd"]), range(2), stop=["bc"]):
         assert (output.text, output.finish_reason, output.stop_reason) == ("a", "stop", "bc")
+    for output in draw(engine, StructuredOutputs(choice=["abcd"]), range(2), stop=["cd"]):  # with its last token
+        assert (output.text, output.finish_reason, output.stop_reason) == ("ab", "stop", "cd")
 
 
 def test_with_what_else_changes_logits(engine: Engine) -> None:

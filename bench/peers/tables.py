@@ -1,0 +1,198 @@
+"""From runs to figures: medians, spreads, ratios to jaxpaged, Markdown."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from peers.contestants import BY_NAME, OWN
+from peers.workloads import WORKLOADS
+
+# Processors that other programs may take without spoiling a figure.
+QUIET_CPUS = 0.1
+
+
+@dataclass
+class Run:
+    """One contestant, started once.
+
+    Attributes:
+        first_token_s: from the start of its process to its first token.
+        peak_rss: bytes, of all its processes together.
+        results: figures by workload.
+        error: why it did not start, or ended early.
+    """
+
+    contestant: str
+    dtype: str
+    repeat: int
+    first_token_s: float | None = None
+    peak_rss: int = 0
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    error: str = ""
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def figure(self, workload: str, key: str) -> float | None:
+        """None where it was not measured, or where no request succeeded."""
+        result = self.results.get(workload)
+        return float(result[key]) if result and result["completed"] and key in result else None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of repeated runs."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float | None]) -> Spread | None:
+        present = [value for value in values if value is not None]
+        return cls(statistics.median(present), min(present), max(present)) if present else None
+
+    def show(self, digits: int, suffix: str = "") -> str:
+        text = f"{self.median:.{digits}f}{suffix}"
+        low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
+        return text if low == high else f"{text} ({low} to {high})"
+
+
+def paired_ratio(
+    own: Sequence[float | None], peer: Sequence[float | None], *, less_is_better: bool = False
+) -> Spread | None:
+    """How many times better the own figures are, repeat by repeat: host noise that lasts meets both of a pair.
+
+    A repeat that either lacks, or with a zero, is left out.
+    """
+    ratios: list[float | None] = []
+    for ours, theirs in zip(own, peer, strict=True):
+        if ours and theirs:
+            ratios.append(theirs / ours if less_is_better else ours / theirs)
+    return Spread.of(ratios)
+
+
+class Comparison:
+    """All runs, found by contestant."""
+
+    def __init__(self, runs: Sequence[Run], repeats: int) -> None:
+        self._runs = {(run.contestant, run.dtype, run.repeat): run for run in runs}
+        self._repeats = repeats
+
+    def entries(self) -> Iterator[tuple[str, str]]:
+        """Contestants and dtypes, precision by precision, in the order in which they ran."""
+        seen = dict.fromkeys((name, dtype) for name, dtype, _ in self._runs)
+        dtypes = list(dict.fromkeys(dtype for _, dtype in seen))
+        yield from sorted(seen, key=lambda entry: dtypes.index(entry[1]))
+
+    def figures(self, name: str, dtype: str, workload: str, key: str) -> list[float | None]:
+        """One for each repeat."""
+        runs = [self._runs.get((name, dtype, repeat)) for repeat in range(self._repeats)]
+        return [run.figure(workload, key) if run else None for run in runs]
+
+    def spread(self, name: str, dtype: str, workload: str, key: str) -> Spread | None:
+        return Spread.of(self.figures(name, dtype, workload, key))
+
+    def starts(self, name: str, dtype: str) -> list[float | None]:
+        runs = [self._runs.get((name, dtype, repeat)) for repeat in range(self._repeats)]
+        return [run.first_token_s if run else None for run in runs]
+
+    def memory(self, name: str, dtype: str) -> list[float | None]:
+        """GB."""
+        runs = [self._runs.get((name, dtype, repeat)) for repeat in range(self._repeats)]
+        return [run.peak_rss / 1e9 if run and run.peak_rss else None for run in runs]
+
+    def ratio(self, name: str, dtype: str, workload: str) -> Spread | None:
+        """To jaxpaged's own of the same kind (server or in process) and precision; None for jaxpaged itself."""
+        own = OWN[BY_NAME[name].is_server]
+        if name == own:
+            return None
+        kind = WORKLOADS[workload]
+        return paired_ratio(
+            self.figures(own, dtype, workload, kind.figure),
+            self.figures(name, dtype, workload, kind.figure),
+            less_is_better=kind.less_is_better,
+        )
+
+    def disturbances(self) -> list[str]:
+        """What was measured while other programs took more than `QUIET_CPUS`, the worst first, each with how much."""
+        loads = [
+            (result["other_cpus"], f"{run.contestant} {run.dtype} {workload}")
+            for run in self._runs.values()
+            for workload, result in run.results.items()
+            if result.get("other_cpus", 0.0) > QUIET_CPUS
+        ]
+        return [f"{name} ({cpus:.2f})" for cpus, name in sorted(loads, reverse=True)]
+
+    def errors(self) -> list[str]:
+        return [
+            f"{run.contestant} {run.dtype}, repeat {run.repeat + 1}: {run.error}"
+            for run in self._runs.values()
+            if run.error
+        ]
+
+
+def markdown(comparison: Comparison, workloads: Sequence[str]) -> str:
+    """Every table."""
+    parts = [ratio_table(comparison, workloads), cost_table(comparison)]
+    parts += [workload_table(comparison, workload) for workload in workloads]
+    return "\n\n".join(parts)
+
+
+def ratio_table(comparison: Comparison, workloads: Sequence[str]) -> str:
+    rows = [
+        [name, dtype, *(_show(comparison.ratio(name, dtype, workload), 2, "x") for workload in workloads)]
+        for name, dtype in comparison.entries()
+        if name not in OWN.values()
+    ]
+    return (
+        "## jaxpaged against each\n\n"
+        "How many times better jaxpaged is (throughput: ours over theirs; time: theirs over ours), median of the "
+        "repeats' own ratios (least to most). Servers are compared with `jaxpaged serve`, libraries with jaxpaged in "
+        "process.\n\n" + table(["peer", "dtype", *workloads], rows)
+    )
+
+
+def cost_table(comparison: Comparison) -> str:
+    rows = [
+        [
+            name,
+            dtype,
+            "server" if BY_NAME[name].is_server else "in process",
+            _show(Spread.of(comparison.starts(name, dtype)), 1),
+            _show(Spread.of(comparison.memory(name, dtype)), 2),
+        ]
+        for name, dtype in comparison.entries()
+    ]
+    return "## Start and memory\n\n" + table(["", "dtype", "", "s to the first token", "peak GB resident"], rows)
+
+
+def workload_table(comparison: Comparison, workload: str) -> str:
+    kind = WORKLOADS[workload]
+    rows = []
+    for name, dtype in comparison.entries():
+        main = comparison.spread(name, dtype, workload, kind.figure)
+        if main is None:
+            continue
+        cells = []
+        for column in kind.columns:
+            medians = [comparison.spread(name, dtype, workload, key) for key in column.keys]
+            cells.append(" / ".join("-" if s is None else f"{s.median:.{column.digits}f}" for s in medians))
+        rows.append(
+            [name, dtype, main.show(kind.digits), _show(comparison.ratio(name, dtype, workload), 2, "x"), *cells]
+        )
+    headings = ["", "dtype", f"{kind.heading}", "jaxpaged is", *(column.heading for column in kind.columns)]
+    return f"## {workload}: {kind.title}\n\n" + table(headings, rows)
+
+
+def _show(spread: Spread | None, digits: int, suffix: str = "") -> str:
+    return spread.show(digits, suffix) if spread else ""
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; all but the first column to the right."""
+    align = ["---", *["---:"] * (len(headings) - 1)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (headings, align, *rows))
