@@ -52,7 +52,11 @@ class Batch:
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """As `Scheduler.finish`."""
         if sequence.is_finished:
-            if reason is FinishReason.STOP and sequence.finish_reason is FinishReason.LENGTH:
+            # What the last token ended by itself: its length, or a grammar with nothing left to say.
+            by_itself = sequence.finish_reason is FinishReason.LENGTH or (
+                sequence.finish_reason is FinishReason.STOP and sequence.matcher is not None
+            )
+            if reason is FinishReason.STOP and by_itself and sequence.stop_reason is None:
                 sequence.finish_reason, sequence.stop_reason = reason, stop_reason
             return
         group = self.group_of(sequence)

@@ -120,8 +120,8 @@ class Scheduler:
     def finish(self, sequence: Sequence, reason: FinishReason, stop_reason: int | str | None = None) -> None:
         """End one sequence and free its blocks now. What plans under way still draw for it is dropped.
 
-        Of one that has ended nothing changes, save that a stop found in the text of its last possible token is the
-        reason why it ended, not its length.
+        Of one that has ended nothing changes, save that a stop found in the text of its last token is the reason why it
+        ended, not its length nor the end of its grammar.
         """
         self._batch.finish(sequence, reason, stop_reason)
 

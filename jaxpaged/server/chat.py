@@ -93,7 +93,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         params=chat.params,
         prompts=[chat.token_ids],
         id=answer_id(request, body, "chatcmpl"),
-        names={"logprobs": "top_logprobs"},
+        names={"logprobs": "top_logprobs"} if body.top_logprobs else {},
     ) as generation:
         if body.stream:
             return await stream_events(request, generation, _ChatStream(state, body, generation, chat))

@@ -26,6 +26,7 @@ namespace jaxpaged::JAXPAGED_ISA {
 inline constexpr int kTileTokens = 6;
 inline constexpr int kMaxGroupTokens = 4 * kTileTokens;
 inline constexpr int kBlockOutputs = 32;   // outputs of a task: their weights stay in the caches while it runs
+inline constexpr int kWideOutputs = 8;      // of a tile of one or two tokens
 inline constexpr int kBlockTokens = 96;    // tokens of a task, likewise
 
 // What x is converted to before it is multiplied by weights of type W.
@@ -74,7 +75,8 @@ inline void multiply_tile(const typename Operand<W>::X* x, int64_t x_stride, con
   for (; k + Op::kStep <= size; k += Op::kStep) {
     if constexpr (kFetch) {
 #pragma GCC unroll 1
-      for (const W* const* row = next; row < end; ++row) __builtin_prefetch(*row + k);
+      // Into the second cache: far more of its misses can be under way at a time than of the first one's.
+      for (const W* const* row = next; row < end; ++row) __builtin_prefetch(*row + k, 0, 2);
     }
 #pragma GCC unroll 8
     for (int m = 0; m < M; ++m) {
@@ -144,25 +146,27 @@ inline void multiply_columns(int num_tokens, const typename Operand<W>::X* x, in
   }
 }
 
-// For one or two tokens, 8 outputs.
+// For one or two tokens, kWideOutputs.
 template <bool kFetch, typename W>
 inline void multiply_wide(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
                           int64_t size, float* out) {
-  num_tokens == 1 ? multiply_tile<1, 8, kFetch>(x, x_stride, rows, size, out, rows + 8, rows + 16)
-                  : multiply_tile<2, 8, kFetch>(x, x_stride, rows, size, out, rows + 8, rows + 16);
+  constexpr int kWide = kWideOutputs;
+  num_tokens == 1 ? multiply_tile<1, kWide, kFetch>(x, x_stride, rows, size, out, rows + kWide, rows + 2 * kWide)
+                  : multiply_tile<2, kWide, kFetch>(x, x_stride, rows, size, out, rows + kWide, rows + 2 * kWide);
 }
 
-// out[m][n] for `num_tokens` tokens and `count` outputs; with kFetch the weights are expected to be out of the caches.
+// out[m][n] for `num_tokens` tokens and `count` outputs. With kFetch the weights are expected to be out of the caches, and
+// behind `rows` are kWideOutputs more, which will be wanted next.
 template <bool kFetch, typename W>
 inline void multiply_rows(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int count,
                           int64_t size, float* out) {
   int n = 0;
   if (num_tokens <= 2) {  // few tokens: more rows, so that enough sums are under way at a time
-    for (; n + 16 <= count; n += 8) multiply_wide<kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
-    for (; n + 8 <= count; n += 8) multiply_wide<false>(num_tokens, x, x_stride, rows + n, size, out + n);
+    for (; n + kWideOutputs <= count; n += kWideOutputs) {
+      multiply_wide<kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
+    }
   }
-  for (; n + 8 <= count; n += 4) multiply_columns<4, kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
-  for (; n + 4 <= count; n += 4) multiply_columns<4, false>(num_tokens, x, x_stride, rows + n, size, out + n);
+  for (; n + 4 <= count; n += 4) multiply_columns<4, kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
   for (; n < count; ++n) multiply_columns<1, false>(num_tokens, x, x_stride, rows + n, size, out + n);
 }
 
@@ -284,6 +288,17 @@ class OutputBlocks {
   const int most_, num_parts_;
 };
 
+// The rows of weights for a block, those of the gate before those of up; returns their number.
+template <typename T>
+inline int weight_rows(const LinearArgs& args, const OutputBlock& block, const T** rows) {
+  const int num_rows = args.swiglu ? 2 * block.count : block.count;
+  for (int i = 0; i < num_rows; ++i) {
+    const int part = args.swiglu ? i / block.count : block.part;
+    rows[i] = static_cast<const T*>(args.weights[part]) + (block.first + i % block.count) * args.in_features;
+  }
+  return num_rows;
+}
+
 // Tokens that are multiplied by a few rows of weights before the next ones: what of x stays in the first cache.
 template <typename X>
 inline int64_t group_tokens(int64_t size) {
@@ -304,12 +319,12 @@ void linear_of(const LinearArgs& args) {
     const OutputBlock block = blocks[task % num_blocks];
     const int64_t first_token = token_blocks.start(task / num_blocks);
     const Parts groups(token_blocks.start(task / num_blocks + 1) - first_token, group_tokens<X>(size));
-    const T* rows[kBlockOutputs];
-    const int num_rows = args.swiglu ? 2 * block.count : block.count;
-    for (int i = 0; i < num_rows; ++i) {
-      const int part = args.swiglu ? i / block.count : block.part;
-      rows[i] = static_cast<const T*>(args.weights[part]) + (block.first + i % block.count) * size;
-    }
+    const T* rows[kBlockOutputs + kWideOutputs];
+    const int num_rows = weight_rows(args, block, rows);
+    // Tasks are handed out in order: by then the others will have taken the ones between.
+    const T* next[kBlockOutputs];
+    const int num_next = weight_rows(args, blocks[(task + num_threads()) % num_blocks], next);
+    for (int i = 0; i < kWideOutputs; ++i) rows[num_rows + i] = next[std::min(i, num_next - 1)];
     float sums[kMaxGroupTokens * kBlockOutputs];
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t token = first_token + groups.start(group);
