@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -62,5 +61,4 @@ native = Extension(
     depends=sorted(str(path) for path in CSRC.glob("*.h")),
     optional=True,
 )
-has_compiler = any(map(shutil.which, ("c++", "g++", "clang++")))
-setup(ext_modules=[native] if has_compiler else [], cmdclass={"build_ext": BuildNative})
+setup(ext_modules=[native], cmdclass={"build_ext": BuildNative})

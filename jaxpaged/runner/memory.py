@@ -9,6 +9,7 @@ import jax
 
 from jaxpaged.config import GIB, EngineConfig, format_size
 from jaxpaged.errors import ConfigError
+from jaxpaged.runner.host_memory import available_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,8 @@ def pool_blocks(
 
     Raises:
         ConfigError: a request of `max_model_len` tokens would not fit, the pool was asked to be larger than can be
-            addressed, or the device does not say how much memory it has; names the numbers and the remedies.
+            addressed or, on a CPU, than there is memory, or the device does not say how much memory it has; names the
+            numbers and the remedies.
     """
     if config.num_blocks is not None:
         available, remedy = config.num_blocks * bytes_per_block, "raise num_blocks"
@@ -72,6 +74,12 @@ def pool_blocks(
         raise ConfigError(
             f"{num_blocks} blocks of {config.block_size} tokens are more than the {MAX_SLOTS} tokens that a pool can "
             "number; lower num_blocks or kv_cache_memory"
+        )
+    if device.platform == "cpu" and (left := available_bytes()) is not None and num_blocks * bytes_per_block > left:
+        # It would be found out under load, when the pool fills: memory is only taken where it is written.
+        raise ConfigError(
+            f"the pool of {format_size(num_blocks * bytes_per_block)} is larger than the {format_size(left)} of memory "
+            "that are left here; lower kv_cache_memory or num_blocks"
         )
     return num_blocks
 

@@ -84,11 +84,11 @@ class Dashboard:
                 "X-Accel-Buffering": "no",
             }
         )
-        await response.prepare(request)
         if self._num_viewers == 0:
             self._feed.open()
-        self._num_viewers += 1
+        self._num_viewers += 1  # before anything is awaited, or more than the limit come in
         try:
+            await response.prepare(request)
             await self._send_frames(response)
         except TimeoutError:
             if request.transport is not None:
@@ -110,7 +110,7 @@ class Dashboard:
             records, cursor, missed = self._feed.since(cursor)
             skipped += missed
             if records:
-                frame += f"event: records\ndata: [{','.join(r.to_json() for r in records)}]\n\n"
+                frame += f"event: records\ndata: [{','.join(records)}]\n\n"
             if loop.time() >= next_figures:
                 frame += f"event: figures\ndata: {json.dumps(self._source.figures(skipped).to_dict())}\n\n"
                 next_figures = loop.time() + FIGURES_S

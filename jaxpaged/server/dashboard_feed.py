@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from jaxpaged.trace.format import Header, Record
+from jaxpaged.trace.format import Header, Record, TraceError
 from jaxpaged.trace.recorder import Recorder
 from jaxpaged.trace.replay import Replay
 
 if TYPE_CHECKING:
     from jaxpaged.engine.engine import Engine
     from jaxpaged.engine.stats import EngineStats
+
+logger = logging.getLogger(__name__)
 
 # Records that wait to be taken out of the engine's thread: about a minute of a fast engine.
 MAX_INBOX = 4096
@@ -29,7 +32,8 @@ MAX_LATENCIES = 1024
 class StepFeed:
     """The latest records of an engine's steps. The engine's thread puts them in; all else is the event loop's.
 
-    It records only while it is open, which it is while anybody looks.
+    It records only while it is open, which it is while anybody looks. A request's id opens its answer to whoever has
+    it, so none leaves here: a request's number stands in its place.
     """
 
     def __init__(self, engine: Engine, max_inbox: int = MAX_INBOX) -> None:
@@ -39,8 +43,11 @@ class StepFeed:
         self._inbox: deque[Record] = deque()
         self._recorder: Recorder | None = None
         self._replay = Replay(self.header)
-        self._recent: deque[Record] = deque(maxlen=MAX_BEHIND)
+        self._recent: deque[str] = deque(maxlen=MAX_BEHIND)
         self._count = 0  # records so far
+        # The state after so many records: of a large pool it is costly to write, and many may ask for it.
+        self._snapshot: tuple[int, str] | None = None
+        self._has_failed = False
 
     def open(self) -> None:
         """Starts to record, from the next step on."""
@@ -54,32 +61,37 @@ class StepFeed:
         self._engine.observers.append(recorder)
 
     def close(self) -> None:
-        """Stops recording and forgets what there was."""
+        """Stops recording and forgets what there was; who has a cursor may keep it."""
         if self._recorder is not None:
             self._engine.observers.remove(self._recorder)
             self._recorder = None
         self._inbox = deque()
         self._replay = Replay(self.header)
         self._recent.clear()
-        self._count = 0
+        self._snapshot = None
 
-    def since(self, cursor: int | None) -> tuple[list[Record], int, int]:
+    def since(self, cursor: int | None) -> tuple[list[str], int | None, int]:
         """What has come since an earlier call.
 
         Args:
             cursor: the earlier call's; None = this is the first.
 
         Returns:
-            Records, the cursor for the next call, and how many records the caller is not shown: then the first one
-            holds the whole state.
+            Records as JSON, the cursor for the next call, and how many records the caller is not shown: then the first
+            one holds the whole state.
         """
         self._drain()
-        behind = self._count - (cursor or 0)
-        if behind == 0:
-            return [], self._count, 0
-        if cursor is None or behind > len(self._recent):
-            return [self._replay.snapshot()], self._count, 0 if cursor is None else behind - 1
-        return list(self._recent)[-behind:], self._count, 0
+        if not self._recent or cursor == self._count:
+            return [], cursor, 0
+        if cursor is not None and self._count - cursor <= len(self._recent):
+            return self._latest(self._count - cursor), self._count, 0
+        if self._snapshot is None or self._count - self._snapshot[0] > len(self._recent):
+            self._snapshot = self._count, self._replay.snapshot().to_json()
+        at, state = self._snapshot
+        return [state, *self._latest(self._count - at)], self._count, 0 if cursor is None else at - cursor - 1
+
+    def _latest(self, num: int) -> list[str]:
+        return list(self._recent)[len(self._recent) - num :]
 
     def _put(self, inbox: deque[Record], recorder: Recorder, record: Record) -> None:
         """In the engine's thread. If nobody takes them out: forget them all, and describe the state anew."""
@@ -95,9 +107,22 @@ class StepFeed:
                 record = self._inbox.popleft()
             except IndexError:  # the engine's thread has just emptied it
                 return
-            self._replay.apply(record)
-            self._recent.append(record)
+            record.new = [new._replace(id=f"#{new.request}") for new in record.new]
+            try:
+                self._replay.apply(record)
+            except TraceError as error:
+                self._begin_anew(error)
+                return
+            self._recent.append(record.to_json())
             self._count += 1
+
+    def _begin_anew(self, error: TraceError) -> None:
+        """A new recorder, whose first record holds the whole state: the old one is the engine's thread's."""
+        if not self._has_failed:
+            logger.warning("the dashboard starts to record anew, and will again without a word: %s", error)
+            self._has_failed = True
+        self.close()
+        self.open()
 
 
 # The server's histograms that figures come from.

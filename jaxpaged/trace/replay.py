@@ -108,7 +108,9 @@ class Replay:
                 del self.kv_lens[key]
         if not self.findable.issuperset(record.uncached) or not self.findable.isdisjoint(record.cached):
             raise self._error("a block becomes findable or lost twice")
-        self.findable = (self.findable - set(record.uncached)) | set(record.cached)
+        # In place: there may be far more of them than a step changes.
+        self.findable.difference_update(record.uncached)
+        self.findable.update(record.cached)
         self._apply_work(record)
         self._close_finished(record)
         self._check(record)

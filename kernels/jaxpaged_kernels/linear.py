@@ -42,8 +42,8 @@ def linear(
         swiglu: two weights of one shape; the result is the one array silu(y_0) * y_1 (Shazeer 2020, GLU variants).
         residual: [T, out_0], added to the one result.
         out_dtype: x's or float32; None = x's.
-        num_tokens: int32 scalar; rows from there on are padding: "native" does not compute them, and what the results
-            have there is anything. None = T.
+        num_tokens: int32 scalar; rows from there on are padding: "native" does not compute them, and leaves the results
+            there uninitialized. None = T.
         implementation: "xla" runs everywhere and can be differentiated; "native" is for CPUs: there it multiplies
             weights where they are, and a token's result does not depend on how many tokens there are.
 
@@ -60,7 +60,7 @@ def linear(
     if implementation not in LINEAR_IMPLEMENTATIONS:
         names = ", ".join(LINEAR_IMPLEMENTATIONS)
         raise ValueError(f"implementation {implementation!r} does not exist: use one of {names}")
-    if implementation == "xla":
+    if implementation == "xla" or x.size == 0:
         return _xla(x, weights, biases, norm, eps, residual, dtype, swiglu)
     count = jnp.asarray(len(x) if num_tokens is None else num_tokens, jnp.int32)
     return _native(x, count, weights, biases, norm, eps, residual, dtype, swiglu)

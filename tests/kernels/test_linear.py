@@ -136,6 +136,8 @@ def test_inside_jit_and_without_tokens(implementation: str) -> None:
 
     np.testing.assert_allclose(run(x), sum(_expected(2 * x, kwargs)), rtol=1e-4, atol=1e-4)
     assert [y.shape for y in linear(x[:0], implementation=implementation, **kwargs)] == [(0, 40), (0, 40)]
+    (empty,) = linear(jnp.zeros((2, 0)), [jnp.zeros((4, 0))], implementation=implementation)
+    np.testing.assert_array_equal(empty, np.zeros((2, 4)))
 
 
 def test_best_is_native_where_it_is_built() -> None:

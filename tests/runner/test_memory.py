@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from jaxpaged.config import GIB, MIB, EngineConfig
 from jaxpaged.errors import ConfigError
+from jaxpaged.runner.host_memory import available_bytes
 from jaxpaged.runner.memory import pool_blocks
 
 
@@ -83,3 +85,21 @@ def test_what_can_be_addressed_limits_a_pool_of_whatever_there_is(caplog: pytest
 def test_what_can_be_addressed_refuses_a_pool_that_was_asked_for(size: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=r"3001 blocks .* 3000 .* 2 GiB.*lower num_blocks or kv_cache_memory, or"):
         blocks(None, max_blocks=3000, kv_cache_dtype="int8", **size)
+
+
+def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jaxpaged.runner.memory.available_bytes", lambda: 3 * GIB)
+    assert blocks(None, platform="cpu", kv_cache_memory=3 * GIB) == 3 * 1024
+    with pytest.raises(
+        ConfigError, match=r"4\.00 GiB is larger than the 3\.00 GiB .* lower kv_cache_memory or num_blocks"
+    ):
+        blocks(None, platform="cpu", kv_cache_memory=4 * GIB)
+    monkeypatch.setattr("jaxpaged.runner.memory.available_bytes", lambda: None)
+    assert blocks(None, platform="cpu", kv_cache_memory=4 * GIB) == 4 * 1024
+
+
+def test_available_memory_is_what_the_system_says() -> None:
+    left = available_bytes()
+    if left is None:
+        pytest.skip("this system does not say")
+    assert 0 < left <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -13,6 +13,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 import pytest
+from aiohttp import web
 from pydantic import TypeAdapter
 from server.fake_engine import FakeEngine
 from server.live_server import Client, running_server
@@ -55,9 +56,10 @@ class WatchedEngine(FakeEngine):
         self.plan()
         return super().step()
 
-    def tables(self) -> dict[tuple[str, int], list[int]]:
+    def tables(self) -> dict[tuple[int, int], list[int]]:
+        """By (prompt tokens, sequence): no two prompts are of one length, and ids do not leave the server."""
         sequences = [s for group in self.scheduler.groups.values() for s in group.request.sequences]
-        return {(s.request.request_id, s.index): s.block_table for s in sequences if s.block_table}
+        return {(len(s.request.prompt_token_ids), s.index): s.block_table for s in sequences if s.block_table}
 
 
 @asynccontextmanager
@@ -78,11 +80,15 @@ async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[tuple[s
 
 
 def as_record(values: dict[str, Any]) -> Record:
-    return TypeAdapter(Record).validate_json(json.dumps(values))
+    return parsed(json.dumps(values))
 
 
-def tables_in(replay: Replay) -> dict[tuple[str, int], list[int]]:
-    return {(replay.requests[r].id, s): table for (r, s), table in replay.tables.items()}
+def parsed(record: str) -> Record:
+    return TypeAdapter(Record).validate_json(record)
+
+
+def tables_in(replay: Replay) -> dict[tuple[int, int], list[int]]:
+    return {(replay.requests[r].prompt_tokens, s): table for (r, s), table in replay.tables.items()}
 
 
 async def test_there_is_none_unless_asked_for() -> None:
@@ -196,6 +202,24 @@ async def test_so_many_may_look_and_no_more() -> None:
             each.close()
 
 
+async def test_the_limit_holds_for_those_who_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare = web.StreamResponse.prepare
+
+    async def slow(response: web.StreamResponse, request: web.BaseRequest) -> Any:
+        await asyncio.sleep(0.1)
+        return await prepare(response, request)
+
+    monkeypatch.setattr(web.StreamResponse, "prepare", slow)
+    async with (
+        dashboard_server(WatchedEngine()) as client,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as many,
+    ):
+        answers = await asyncio.gather(*(many.get(client.url + "/dashboard/events") for _ in range(MAX_VIEWERS + 5)))
+        assert sorted(answer.status for answer in answers) == [200] * MAX_VIEWERS + [503] * 5
+        for answer in answers:
+            answer.close()
+
+
 def test_records_that_nobody_takes_do_not_pile_up() -> None:
     engine = WatchedEngine()
     feed = StepFeed(engine, max_inbox=50)  # type: ignore[arg-type]
@@ -210,7 +234,7 @@ def test_records_that_nobody_takes_do_not_pile_up() -> None:
             engine.plan()  # the record that tells everything anew may be the next one only
             records, cursor, _ = feed.since(cursor)
             for record in records:
-                replay.apply(record)
+                replay.apply(parsed(record))
             assert tables_in(replay) == engine.tables()
     assert most == 50
 
@@ -224,18 +248,87 @@ def test_who_is_far_behind_gets_the_state_instead() -> None:
     _, quick_cursor, _ = feed.since(None)
     first, slow_cursor, _ = feed.since(None)
     for replay in (quick, slow):
-        replay.apply(first[0])
+        replay.apply(parsed(first[0]))
     for _ in range(MAX_BEHIND + 44):
         engine.plan()
         records, quick_cursor, missed = feed.since(quick_cursor)
         assert len(records) == 1 and missed == 0
-        quick.apply(records[0])
+        quick.apply(parsed(records[0]))
     records, _, missed = feed.since(slow_cursor)
-    assert len(records) == 1 and records[0].reset and missed == MAX_BEHIND + 43
-    slow.apply(records[0])
+    state = parsed(records[0])
+    assert len(records) == 1 and state.reset and missed == MAX_BEHIND + 43
+    slow.apply(state)
     assert tables_in(slow) == tables_in(quick) == engine.tables()
     feed.close()
     assert engine.observers == []
+
+
+def test_the_state_is_written_once_for_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = 0
+    snapshot = Replay.snapshot
+
+    def counted(replay: Replay) -> Record:
+        nonlocal written
+        written += 1
+        return snapshot(replay)
+
+    monkeypatch.setattr(Replay, "snapshot", counted)
+    engine = WatchedEngine()
+    feed = StepFeed(engine)  # type: ignore[arg-type]
+    feed.open()
+    for step in range(MAX_BEHIND + 20):
+        engine.plan()
+        late = Replay(feed.header)
+        records, _, missed = feed.since(None)
+        for record in records:
+            late.apply(parsed(record))
+        assert tables_in(late) == engine.tables() and late.step == step and missed == 0
+    assert written == 2
+    records, _, missed = feed.since(1)  # 2 ... 257 are what the second state, of 258 records, stands for
+    assert parsed(records[0]).step == MAX_BEHIND + 1 and len(records) + missed == MAX_BEHIND + 19
+
+
+def test_no_request_id_leaves_the_server() -> None:
+    engine = WatchedEngine()
+    engine.scheduler.add(Request("resp_5ec4e7-0123abcd-0", [7] * 40, SamplingParams(max_tokens=4), 180, seed=0))
+    feed = StepFeed(engine)  # type: ignore[arg-type]
+    feed.open()
+    engine.plan()
+    (state,), cursor, _ = feed.since(None)
+    engine.scheduler.add(Request("resp_10c4ed-0123abcd-0", [8] * 41, SamplingParams(max_tokens=4), 180, seed=0))
+    engine.plan()
+    (record,), _, _ = feed.since(cursor)
+    assert [new.id for new in parsed(state).new] == [f"#{i}" for i in range(7)]
+    assert [new.id for new in parsed(record).new] == ["#7"]
+    assert "5ec4e7" not in state and "10c4ed" not in record
+
+
+def test_after_a_bad_record_the_state_is_told_anew(caplog: pytest.LogCaptureFixture) -> None:
+    engine = WatchedEngine()
+    feed = StepFeed(engine)  # type: ignore[arg-type]
+    feed.open()
+    quick, slow = Replay(feed.header), Replay(feed.header)
+    engine.plan()
+    (first,), slow_cursor, _ = feed.since(None)
+    for replay in (quick, slow):
+        replay.apply(parsed(first))
+    engine.plan()
+    records, cursor, _ = feed.since(slow_cursor)
+    quick.apply(parsed(records[0]))
+    for _ in range(2):
+        bad = Record(step=99, t=99.0, free=1, findable=0)
+        feed._inbox.append(bad)
+        assert feed.since(cursor) == ([], cursor, 0) and feed.since(None) == ([], None, 0)
+        engine.plan()
+        records, cursor, missed = feed.since(cursor)
+        state = parsed(records[0])
+        assert state.reset and missed == 0
+        quick.apply(state)
+        assert tables_in(quick) == engine.tables() and len(engine.observers) == 1
+    records, _, missed = feed.since(slow_cursor)
+    slow.apply(parsed(records[0]))
+    assert tables_in(slow) == engine.tables() and missed == 2
+    assert len(caplog.records) == 1 and "the pool counted 1 free blocks" in caplog.text
 
 
 async def test_a_browser_that_takes_nothing_is_let_go() -> None:

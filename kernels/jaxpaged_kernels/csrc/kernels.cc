@@ -4,6 +4,8 @@
 #include <cstring>
 #include <vector>
 
+#include "xla/ffi/api/c_api.h"
+
 namespace jaxpaged {
 
 #define JAXPAGED_DECLARE(isa) \
@@ -49,6 +51,12 @@ const Kernels& kernels() { return *chosen().load(std::memory_order_relaxed); }
 }  // namespace jaxpaged
 
 extern "C" {
+
+// What the library was built from: XLA's interface, and the version of ours (native.py), which changes with any handler's
+// arguments.
+int jaxpaged_xla_api_major() { return XLA_FFI_API_MAJOR; }
+int jaxpaged_xla_api_minor() { return XLA_FFI_API_MINOR; }
+int jaxpaged_interface() { return 1; }
 
 // The instruction set of the kernels that run.
 const char* jaxpaged_instruction_set() { return jaxpaged::kernels().isa; }

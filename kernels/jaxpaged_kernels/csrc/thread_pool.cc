@@ -3,8 +3,12 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <cstdio>
+#include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
+#include <utility>
 
 #if defined(__linux__)
 #include <sched.h>
@@ -45,12 +49,24 @@ void set_floating_point_mode([[maybe_unused]] uint64_t mode) {
 #endif
 }
 
+// Whole processors' worth of time that a container may use, 0 = as many as there are.
+int quota() {
+  long long limit = 0, period = 0;
+  if (std::FILE* file = std::fopen("/sys/fs/cgroup/cpu.max", "r")) {
+    if (std::fscanf(file, "%lld %lld", &limit, &period) != 2) limit = 0;  // "max": no limit
+    std::fclose(file);
+  }
+  return period > 0 ? static_cast<int>((limit + period - 1) / period) : 0;
+}
+
 int usable_processors() {
+  int processors = static_cast<int>(std::thread::hardware_concurrency());
 #if defined(__linux__)
   cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return std::max(1, CPU_COUNT(&set));
+  if (sched_getaffinity(0, sizeof set, &set) == 0) processors = CPU_COUNT(&set);
 #endif
-  return std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  if (const int most = quota(); most > 0) processors = std::min(processors, most);
+  return std::max(1, processors);
 }
 
 // The kernels of a step follow each other within microseconds, and waking a thread takes longer than that: a worker looks
@@ -59,8 +75,12 @@ constexpr auto kSpin = std::chrono::microseconds(50);
 
 class Pool {
  public:
-  explicit Pool(int num_workers) : num_workers_(num_workers) {
-    for (int i = 0; i < num_workers; ++i) std::thread([this] { work(); }).detach();
+  // Where the system refuses some of the threads, the pool works with those that there are.
+  explicit Pool(int num_workers) {
+    try {
+      for (; num_workers_ < num_workers; ++num_workers_) std::thread([this] { work(); }).detach();
+    } catch (const std::system_error&) {
+    }
   }
 
   int num_threads() const { return num_workers_ + 1; }
@@ -90,6 +110,7 @@ class Pool {
         std::this_thread::yield();
       }
     }
+    if (failure_ != nullptr) std::rethrow_exception(std::exchange(failure_, nullptr));
   }
 
  private:
@@ -98,8 +119,15 @@ class Pool {
   static constexpr uint64_t kOpen = 0x10000;
   static constexpr uint64_t kGeneration = 0x20000;
 
+  // What a task throws (it is out of memory) is thrown again by `run`, when nobody works on the call any more.
   void do_tasks() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks_;) task_(context_, i);
+    try {
+      for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < num_tasks_;) task_(context_, i);
+    } catch (...) {
+      next_.store(num_tasks_, std::memory_order_relaxed);
+      const std::lock_guard lock(failures_);
+      failure_ = std::current_exception();
+    }
   }
 
   void work() {
@@ -133,8 +161,9 @@ class Pool {
     }
   }
 
-  const int num_workers_;
-  std::mutex calls_;
+  int num_workers_ = 0;
+  std::mutex calls_, failures_;
+  std::exception_ptr failure_;
   uint64_t generation_ = 0;
   Task task_ = nullptr;
   void* context_ = nullptr;
