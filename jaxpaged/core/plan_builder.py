@@ -70,6 +70,10 @@ class PlanBuilder:
             return plan
         return replace(plan, copies=_pairs(copies), swap_out=_pairs(swap_out), swap_in=_pairs(swap_in))
 
+    def reset(self) -> None:
+        """Let go of the sequences of the last plan."""
+        self._last_decodes = None
+
     def _decodes_only(self, decodes: _Decodes) -> StepPlan:
         rows, index = self._rows, decodes.index
         positions = rows.num_computed[index].copy()

@@ -200,6 +200,10 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self._batch.groups)
 
+    def rest(self) -> None:
+        """Let go of requests that have ended: there may be no next plan for long."""
+        self._builder.reset()
+
     def reset_prefix_cache(self) -> None:
         """Let nothing that has been computed so far be reused by a request that is not running yet."""
         self._batch.kv.reset_prefix_cache()

@@ -107,21 +107,25 @@ class Collector:
     def collect(self, step: Accepted) -> list[RequestOutput]:
         """Appends the accepted draws to their requests, ends those with a stop string, and builds the outputs."""
         plan, result, now = step.plan, step.result, time.monotonic()
-        self._collect_prompts(plan, result)
-        touched: dict[OutputBuilder, None] = {}
+        touched = dict.fromkeys(self._collect_prompts(plan, result))
         for draw in step.draws:
             sequence = plan.sampled[draw]
             builder = self._builder(sequence.request)
-            if builder is None:
+            if builder is None or builder.broken is not None:
                 continue
             touched[builder] = None
             self.generated_tokens += 1
             self._note_tokens(builder, now)
-            stop = builder.append(sequence, result, draw)
+            try:
+                stop = builder.append(sequence, result, draw)
+            except Exception as error:
+                self._break_off(builder, error)
+                continue
             if stop is not None:
                 self._scheduler.finish(sequence, FinishReason.STOP, stop)
         embedded = self._collect_embeddings(plan, result, now)
-        return step.failed + self._build([*touched, *self._finished_beams(plan, now), *embedded], now)
+        touched |= dict.fromkeys([*self._finished_beams(plan, now), *embedded])
+        return step.failed + self._build(touched, now)
 
     def fail(self, plan: StepPlan, error: Exception) -> list[RequestOutput]:
         """Ends the requests of a step that raised."""
@@ -133,8 +137,27 @@ class Collector:
         )
         failed = self._scheduler.fail(plan)
         builders = [self._builders[request.request_id] for request in failed]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())  # XLA writes pages; the log has them all
-        return self._build(builders, time.monotonic(), error=reason[:MAX_ERROR_CHARS])
+        return self._build(builders, time.monotonic(), error=_reason(error))
+
+    def end_lost(self) -> list[RequestOutput]:
+        """After a step that broke off: ends the requests that cannot be told all their tokens, or have not been told
+        that they have ended."""
+        lost = [b.request for b in self._builders.values() if b.request.is_finished or b.lacks_tokens]
+        return self._end_with_error(lost, "the engine failed while it took in a step; its log has the cause")
+
+    def rest(self) -> None:
+        """Lets go of the sequences of the last plan."""
+        self._last_scheduled = None
+
+    def _break_off(self, builder: OutputBuilder, error: Exception) -> None:
+        """Ends a request whose own output cannot be made."""
+        request = builder.request
+        logger.error(
+            "the output of request %s cannot be made; it ends with an error", request.request_id, exc_info=error
+        )
+        builder.break_off(_reason(error))
+        for sequence in request.sequences:
+            self._scheduler.finish(sequence, FinishReason.ERROR)
 
     def _builder(self, request: Request) -> OutputBuilder | None:
         """None for a request that has ended since its step was planned; its id may be another's by now."""
@@ -165,7 +188,7 @@ class Collector:
         return over
 
     def _collect_embeddings(self, plan: StepPlan, result: StepResult, now: float) -> list[OutputBuilder]:
-        """Adds the sums of hidden states to their requests; returns the builders of those that are complete."""
+        """Adds the sums of hidden states to their requests; returns the builders of those that are over."""
         complete: list[OutputBuilder] = []
         for i, span in enumerate(plan.pool_spans):
             assert result.pooled is not None, "the plan asks for hidden states, the result has none"
@@ -173,20 +196,29 @@ class Collector:
             if builder is None:
                 continue
             assert isinstance(builder, EmbeddingBuilder)
-            builder.add(span, result.pooled[i])
-            if span.is_last:
+            try:
+                builder.add(span, result.pooled[i])
+            except Exception as error:
+                self._break_off(builder, error)
+            if span.is_last or builder.broken is not None:
                 self._note_tokens(builder, now)
                 complete.append(builder)
         return complete
 
-    def _collect_prompts(self, plan: StepPlan, result: StepResult) -> None:
-        start = 0
+    def _collect_prompts(self, plan: StepPlan, result: StepResult) -> list[OutputBuilder]:
+        """Returns the builders that have failed at it."""
+        start, broken = 0, []
         for span in plan.prompt_spans:
             assert result.prompt is not None, "the plan asks for log-probabilities of prompts, the result has none"
             builder = self._builder(span.request)
             if builder is not None:
-                builder.append_prompt(span.target_ids.tolist(), result.prompt, start)
+                try:
+                    builder.append_prompt(span.target_ids.tolist(), result.prompt, start)
+                except Exception as error:
+                    self._break_off(builder, error)
+                    broken.append(builder)
             start += len(span.target_ids)
+        return broken
 
     def _end_without_token(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Ends the requests whose logits are NaN, as the model overflowed or its weights are broken, or all -inf."""
@@ -238,14 +270,23 @@ class Collector:
         outputs = []
         for builder in builders:
             request = builder.request
+            try:
+                output = builder.build(error or builder.broken)
+            except Exception as failure:
+                self._break_off(builder, failure)
+                output = builder.build(error or builder.broken)
             if request.is_finished:
                 builder.metrics.finished_time = now
                 self.finished.update(s.finish_reason.value for s in request.sequences if s.finish_reason)
                 del self._builders[request.request_id]
-            output = builder.build(error)
             if output is not None:
                 outputs.append(output)
         return outputs
+
+
+def _reason(error: Exception) -> str:
+    """As its request is told."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:MAX_ERROR_CHARS]  # XLA writes pages; the log has all
 
 
 def _why_none(sequence: Sequence) -> str:

@@ -197,6 +197,7 @@ class Engine:
             Its last output, with finish_reason "abort" for what was still running; None if it is not there.
         """
         output = self._collector.abort(request_id)
+        self._loop.discard(request_id)
         self._loop.note_idle()
         return output
 

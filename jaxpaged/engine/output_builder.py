@@ -21,6 +21,7 @@ class _SequenceOutput:
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     cumulative_logprob: float = 0.0
+    num_tokens: int = 0
     reported: bool = False
     is_hypothesis: bool = False
 
@@ -31,11 +32,13 @@ class OutputBuilder:
     Attributes:
         request: whose output this is.
         metrics: its times.
+        broken: why it takes no more, once it has failed.
     """
 
     def __init__(self, request: Request, tokenizer: Any | None) -> None:
         self.request = request
         self.metrics = RequestMetrics(request.arrival_time)
+        self.broken: str | None = None
         self._tokenizer = tokenizer
         self._wants_logprobs = request.params.wants_logprobs
         self._is_delta = request.params.output_kind is OutputKind.DELTA
@@ -49,10 +52,25 @@ class OutputBuilder:
             for _ in request.sequences
         ]
 
+    @property
+    def lacks_tokens(self) -> bool:
+        """Whether its sequences have tokens that it was not given; those of beams it is given in the end only."""
+        pairs = zip(self.request.sequences, self._sequences, strict=True)
+        return self.request.beams is None and any(len(s.output_token_ids) != o.num_tokens for s, o in pairs)
+
+    def break_off(self, reason: str) -> None:
+        """It has failed: it tells the text up to its last output and the tokens, and takes no more."""
+        self.broken = reason
+        for out in self._sequences:
+            out.detokenizer = None
+            if self._wants_logprobs:
+                del out.token_ids[len(out.logprobs) :]
+
     def append(self, sequence: Sequence, result: StepResult, draw: int) -> str | None:
         """Takes draw `draw` of `result` for `sequence`; returns the stop string that it completes, or None."""
         out, token_id = self._sequences[sequence.index], int(result.token_ids[draw])
         out.token_ids.append(token_id)
+        out.num_tokens += 1
         if self._wants_logprobs:
             self._append_logprobs(out, token_id, result, draw)
         if out.detokenizer is None:

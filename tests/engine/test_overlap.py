@@ -4,6 +4,10 @@ not.
 
 from __future__ import annotations
 
+import gc
+import logging
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +20,7 @@ from support import EOS, NUM_TOKENS
 
 from jaxpaged.config import EngineConfig
 from jaxpaged.engine.engine import Engine
+from jaxpaged.engine.output_builder import OutputBuilder
 from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.request import OutputKind, SamplingParams
 from jaxpaged.runner.runner import Launched
@@ -284,4 +289,191 @@ def test_new_weights_reach_a_step_that_was_launched_ahead(
         while e.has_unfinished_requests():
             tokens += [o.outputs[0].token_ids for o in e.step()]
     assert tokens[0] == tokens[1] and len(tokens[0]) == 6
+    check_idle(engine)
+
+
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+def finish(engine: Engine) -> dict[str, RequestOutput]:
+    """The last output of each request."""
+    last: dict[str, RequestOutput] = {}
+    while engine.has_unfinished_requests():
+        last |= {output.request_id: output for output in engine.step()}
+    return last
+
+
+def expected_tokens(engines: dict[str, tuple[Engine, Engine]], *prompts: list[int]) -> list[list[int]]:
+    _, in_turn = engines["recompute"]
+    for i, prompt in enumerate(prompts):
+        in_turn.add_request(str(i), prompt, GREEDY)
+    last = finish(in_turn)
+    return [last[str(i)].outputs[0].token_ids for i in range(len(prompts))]
+
+
+def raise_once(function: Callable[..., Any], *, after: bool) -> Callable[..., Any]:
+    calls = iter([True])
+
+    def call(*args: Any) -> Any:
+        is_first = next(calls, False)
+        if is_first and not after:
+            raise TroubleError("once")
+        result = function(*args)
+        if is_first:
+            raise TroubleError("once")
+        return result
+
+    return call
+
+
+@pytest.mark.parametrize("part", ["_collector.accept", "_collector.note_scheduled", "_scheduler.schedule"])
+def test_after_an_exception_of_its_own_it_goes_on(
+    engines: dict[str, tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Between the launch of a step and the results of the last: the requests compute again what was half done."""
+    engine, _ = engines["recompute"]
+    expected = expected_tokens(engines, STREAMS[1][:9])
+    engine.add_request("r", STREAMS[1][:9], GREEDY)
+    for _ in range(4):
+        engine.step()
+    holder, name = part.split(".")
+    with monkeypatch.context() as patch:
+        owner = getattr(engine, holder)
+        patch.setattr(owner, name, raise_once(getattr(owner, name), after=False))
+        with pytest.raises(TroubleError):
+            engine.step()
+    assert finish(engine)["r"].outputs[0].token_ids == expected[0]
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("num_tokens", [8, 2])
+def test_tokens_that_an_exception_took_end_their_request_with_an_error(
+    engines: dict[str, tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """They are the request's, but cannot be told any more; one that came later is complete. Of 2 tokens the lost one
+    is the last: the request has ended, but nobody knows."""
+    engine, _ = engines["recompute"]
+    expected = expected_tokens(engines, STREAMS[2][:6])
+    engine.add_request("lost", STREAMS[1][:9], replace(GREEDY, max_tokens=num_tokens))
+    for _ in range(2):
+        engine.step()
+    engine.add_request("other", STREAMS[2][:6], GREEDY)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._collector, "accept", raise_once(engine._collector.accept, after=True))
+        with pytest.raises(TroubleError):
+            engine.step()
+    last = finish(engine)
+    assert last["lost"].finished and "the engine failed" in (last["lost"].error or "")
+    assert last["other"].error is None and last["other"].outputs[0].token_ids == expected[0]
+    check_idle(engine)
+
+
+def test_an_observer_that_raises_is_told_no_more(
+    engines: dict[str, tuple[Engine, Engine]], caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = engines["recompute"]
+    expected = expected_tokens(engines, STREAMS[1][:9])
+    told: dict[str, list[object]] = {"bad": [], "good": []}
+
+    def bad(_: object, plan: object) -> None:
+        told["bad"].append(plan)
+        raise TroubleError("disk full")
+
+    def good(_: object, plan: object) -> None:
+        told["good"].append(plan)
+
+    observers = [bad, good]
+    engine.observers.extend(observers)
+    with caplog.at_level(logging.ERROR):
+        engine.add_request("r", STREAMS[1][:9], GREEDY)
+        assert finish(engine)["r"].outputs[0].token_ids == expected[0]
+    for observer in observers:
+        engine.observers.remove(observer)
+    assert len(told["bad"]) == 1 and len(told["good"]) == 9 and told["good"][-1] is None
+    assert len([r for r in caplog.records if "told no more" in r.message]) == 1
+
+
+def test_both_failures_of_two_steps_are_logged(
+    engines: dict[str, tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, _ = engines["recompute"]
+    engine.add_request("r", STREAMS[1][:9], GREEDY)
+    engine.step()
+
+    def fail(what: str) -> Callable[[object], None]:
+        def call(_: object) -> None:
+            raise TroubleError(what)
+
+        return call
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR):
+        patch.setattr(engine._runner, "launch", fail("at the launch"))
+        patch.setattr(engine._runner, "fetch", fail("at the fetch"))
+        outputs = engine.step()
+    assert [o.error for o in outputs] == ["TroubleError: at the fetch"]
+    logged = [str(r.exc_info[1]) for r in caplog.records if r.exc_info is not None]
+    assert sorted(logged) == ["at the fetch", "at the launch"]
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("ended_by", ["a token", "an abort"])
+def test_an_idle_engine_holds_no_request(engines: dict[str, tuple[Engine, Engine]], ended_by: str) -> None:
+    """Also where a step for it was under way when it ended."""
+    engine, _ = engines["recompute"]
+    params = replace(GREEDY, stop_token_ids=range(NUM_TOKENS) if ended_by == "a token" else ())
+    engine.add_request("r", STREAMS[1][:9], params)
+    request = weakref.ref(engine._scheduler.groups["r"].request)
+    if ended_by == "a token":
+        finish(engine)
+    else:
+        engine.step()
+        engine.step()
+        engine.abort_request("r")
+    gc.collect()
+    assert request() is None
+
+
+def test_void_steps_are_waited_for(
+    engines: dict[str, tuple[Engine, Engine]], tiny_model: nnx.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = engines["recompute"]
+    engine.add_request("r", STREAMS[1][:9], GREEDY)
+    engine.step()
+    (step,) = engine._loop._under_way
+    engine.update_weights(tiny_model)
+    assert all(array.is_ready() for array in step.wanted.values())
+    engine.step()
+    (step,) = engine._loop._under_way
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "fetch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert all(array.is_ready() for array in step.wanted.values())
+    finish(engine)
+    check_idle(engine)
+
+
+@pytest.mark.parametrize("name", ["append", "append_prompt", "build"])
+def test_an_output_that_cannot_be_made_is_its_own_requests_trouble(
+    engines: dict[str, tuple[Engine, Engine]], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """The others of the step lose nothing."""
+    engine, _ = engines["recompute"]
+    prompts = [STREAMS[0][:5], STREAMS[1][:5], STREAMS[2][:5]]
+    expected = expected_tokens(engines, *prompts)
+    for i, prompt in enumerate(prompts):
+        engine.add_request(str(i), prompt, replace(GREEDY, prompt_logprobs=1))
+    function, calls = getattr(OutputBuilder, name), iter(range(10_000))
+
+    def call(builder: OutputBuilder, *args: Any) -> Any:
+        if builder.request.request_id == "1" and next(calls) == 0:
+            raise TroubleError("no such character")
+        return function(builder, *args)
+
+    monkeypatch.setattr(OutputBuilder, name, call)
+    last = finish(engine)
+    assert last["1"].error == "TroubleError: no such character" and last["1"].finished
+    assert last["1"].outputs[0].finish_reason == "error"
+    for i in (0, 2):
+        assert last[str(i)].error is None and last[str(i)].outputs[0].token_ids == expected[i]
     check_idle(engine)
