@@ -252,7 +252,8 @@ class EngineConfig:
     def scheduler_config(self, max_model_len: int, *, device: str) -> SchedulerConfig:
         """The scheduler's part, with defaults for `device` ("cpu" or "gpu") where the user left None."""
         max_num_seqs = self.max_num_seqs or (32 if device == "cpu" else 256)
-        default_tokens = max(512 if device == "cpu" else 2048, max_num_seqs)
+        # On a CPU larger steps are no faster a token, and those who decode wait for them.
+        default_tokens = max(256 if device == "cpu" else 2048, max_num_seqs)
         if not self.enable_chunked_prefill:
             default_tokens = max(default_tokens, max_model_len)
         return SchedulerConfig(

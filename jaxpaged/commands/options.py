@@ -115,7 +115,7 @@ def add_engine_options(
         "--max-num-batched-tokens",
         type=count,
         metavar="N",
-        help="most tokens a step (default: 512 on a CPU, 2048 on a GPU)",
+        help="most tokens a step (default: 256 on a CPU, 2048 on a GPU)",
         **unset,
     )
     add("--enable-chunked-prefill", action=on_off, help="split prompts over steps (default: on)", **unset)
