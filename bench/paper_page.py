@@ -20,8 +20,9 @@ another allocator (`jaxpaged/sim/systems.py`), so what differs is how memory is 
 lengths assumed. *Simulated*: the same, with the time of each step from a cost model.
 
 - The paper's data sets are not used: it gives the mean lengths, and lengths here are lognormal with these means. Their
-  sigmas were chosen so that the batches of the reserving systems come near the paper's; what the paged system then
-  reaches is a result.
+  sigmas were chosen so that the batches come near the paper's, that of the paged system included: figures 2 and 13
+  show that one set of lengths explains all systems, not a prediction.
+- The shares of a device's peak that the cost model assumes were set with Alpaca's paged batch of figure 13 in view.
 - Step times: {constants}.
 
 This page was written by
