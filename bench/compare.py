@@ -115,6 +115,7 @@ def environment(present: Sequence[tuple[Contestant, Setup]], args: argparse.Name
 
 
 def compare(args: argparse.Namespace) -> int:
+    """Runs what `args` asks for and prints the tables. Returns the exit status: 1 where nobody is there or somebody failed."""
     contestants = [BY_NAME[name] for name in args.peers]
     present, skipped = [], []
     for setup in setups(args):
@@ -157,6 +158,7 @@ def say(text: str) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line; None = that of the process. Leaves with status 2 and a line for what is wrong."""
     titles = "\n".join(f"  {name:8}{workload.title}" for name, workload in WORKLOADS.items())
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").format(workloads=titles), formatter_class=argparse.RawDescriptionHelpFormatter

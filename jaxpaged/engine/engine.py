@@ -37,7 +37,9 @@ from jaxpaged.weights import (
     load_tokenizer,
     resolve,
 )
+from jaxpaged_kernels import native
 from jaxpaged_kernels.api import IMPLEMENTATIONS
+from jaxpaged_kernels.linear import LINEAR_IMPLEMENTATIONS
 
 logger = logging.getLogger(__name__)
 
@@ -292,7 +294,11 @@ def _check_parts(model: object, tokenizer: Any | None, config: EngineConfig) -> 
         raise ConfigError(f"{type(model).__name__} is no model of jaxpaged.models; load one with load_model")
     if tokenizer is not None:
         backend_tokenizer(tokenizer)
-    if config.attention is not None and config.attention not in IMPLEMENTATIONS:
-        raise ConfigError(
-            f"attention is {config.attention!r}, but must be one of {', '.join(IMPLEMENTATIONS)} in this version"
-        )
+    for name, value, known in (
+        ("attention", config.attention, tuple(IMPLEMENTATIONS)),
+        ("linear", config.linear, LINEAR_IMPLEMENTATIONS),
+    ):
+        if value is not None and value not in known:
+            raise ConfigError(f"{name} is {value!r}, but must be one of {', '.join(known)} in this version")
+        if value == "native" and (reason := native.why_unavailable()) is not None:
+            raise ConfigError(f"{name} is 'native', but {reason}")

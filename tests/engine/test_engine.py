@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -360,3 +361,18 @@ class TestPrograms:
         temporaries = warm.temporaries()
         assert set(temporaries) == {"decode[2]", "decode[4]", "mixed[32]"}
         assert all(size < one_layer / 4 for size in temporaries.values()), (temporaries, one_layer)
+
+
+@pytest.mark.parametrize("option", ["attention", "linear"])
+def test_an_implementation_that_is_not_there(
+    tiny_model: nnx.Module, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    choice: dict[str, Any] = {option: "fortran"}
+    with pytest.raises(
+        ConfigError, match=f"{option} is 'fortran', but must be one of .*native, .*xla.* in this version"
+    ):
+        Engine(tiny_model, None, EngineConfig(warmup=False, **choice))
+    monkeypatch.setattr("jaxpaged_kernels.native.why_unavailable", lambda: "there is no compiler")
+    choice = {option: "native"}
+    with pytest.raises(ConfigError, match=f"{option} is 'native', but there is no compiler"):
+        Engine(tiny_model, None, EngineConfig(warmup=False, **choice))
