@@ -115,7 +115,7 @@ def environment(present: Sequence[tuple[Contestant, Setup]], args: argparse.Name
 
 
 def compare(args: argparse.Namespace) -> int:
-    """Runs what `args` asks for and prints the tables. Returns the exit status: 1 where nobody is there or somebody failed."""
+    """Runs what `args` asks for and prints the tables. Returns the exit status: 1 for a failure."""
     contestants = [BY_NAME[name] for name in args.peers]
     present, skipped = [], []
     for setup in setups(args):

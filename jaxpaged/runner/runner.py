@@ -73,7 +73,9 @@ class Runner:
         self.guard = CompileGuard()
         self._leaves: list[jax.Array]
         self._lowering, self._leaves = StepLowering.of(model, config, scheduler, vocab_size=vocab_size)
-        self._prefer_huge_pages()
+        if self._lowering.linear == "native":
+            # Not those that come later: weights that change with each training step are not worth the move.
+            native.prefer_huge_pages(self._leaves)
         self._config = config
         self._device = next(iter(self._leaves[0].devices()))
         self._programs: dict[Program, jax.stages.Compiled] = {}
@@ -187,15 +189,10 @@ class Runner:
                     f"being served has {old.dtype}{list(old.shape)}; convert it first"
                 )
         self._leaves = [jax.device_put(new, old.sharding) for new, old in zip(leaves, self._leaves, strict=True)]
-        self._prefer_huge_pages()
 
     def temporaries(self) -> dict[str, int]:
         """Bytes of temporaries of every program compiled so far."""
         return {str(p): temporary_bytes(compiled) for p, compiled in self._programs.items()}
-
-    def _prefer_huge_pages(self) -> None:
-        if self._lowering.linear == "native":
-            native.prefer_huge_pages(self._leaves)
 
     def _call(self, program: Program, blob: np.ndarray, plan: StepPlan | None) -> StepOutputs:
         if program not in self._programs:
