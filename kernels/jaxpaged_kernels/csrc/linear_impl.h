@@ -25,9 +25,11 @@ namespace jaxpaged::JAXPAGED_ISA {
 
 inline constexpr int kTileTokens = 6;
 inline constexpr int kMaxGroupTokens = 4 * kTileTokens;
-inline constexpr int kBlockOutputs = 32;   // outputs of a task: their weights stay in the caches while it runs
-inline constexpr int kWideOutputs = 8;      // of a tile of one or two tokens
-inline constexpr int kBlockTokens = 96;    // tokens of a task, likewise
+inline constexpr int kBlockOutputs = 32;  // outputs of a task: of 16 bits they fill cache lines, which no other task writes to
+inline constexpr int kBlockRows = 2 * kBlockOutputs;  // of weights of a task, at most: swiglu takes two for an output
+inline constexpr int kWideOutputs = 8;   // of a tile of one or two tokens
+inline constexpr int kBlockTokens = 96;  // of a task: its weights stay in the caches meanwhile
+inline constexpr int kMaxAhead = 12;     // rows of weights that are fetched before they are wanted, at most
 
 // What x is converted to before it is multiplied by weights of type W.
 template <typename W>
@@ -101,7 +103,7 @@ inline void multiply_tile(const typename Operand<W>::X* x, int64_t x_stride, con
   }
 #pragma GCC unroll 8
   for (int m = 0; m < M; ++m) {
-    float* const to = out + m * kBlockOutputs;
+    float* const to = out + m * kBlockRows;
     if constexpr (N == 1) {
       to[0] = sum(sums[m][0]);
     } else {
@@ -131,43 +133,52 @@ inline void multiply_tile(int num_tokens, const typename Operand<W>::X* x, int64
   }
 }
 
-// out[m][0 to N) for `num_tokens` tokens; row m of `out` starts at m * kBlockOutputs. The N rows behind are fetched, by each
-// tile its share of them.
+// out[m][0 to N) for `num_tokens` tokens; row m of `out` starts at m * kBlockRows. Of the N rows from `ahead` on each tile
+// fetches its share.
 template <int N, bool kFetch, typename W>
 inline void multiply_columns(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
-                             int64_t size, float* out) {
+                             int64_t size, float* out, int ahead) {
   const Parts tiles(num_tokens, kTileTokens);
   for (int64_t i = 0; i < tiles.count; ++i) {
     const int64_t start = tiles.start(i);
-    const W* const* const next = rows + N + N * i / tiles.count;
-    const W* const* const end = rows + N + N * (i + 1) / tiles.count;
+    const W* const* const next = rows + ahead + N * i / tiles.count;
+    const W* const* const end = rows + ahead + N * (i + 1) / tiles.count;
     multiply_tile<N, kFetch>(static_cast<int>(tiles.start(i + 1) - start), x + start * x_stride, x_stride, rows, size,
-                             out + start * kBlockOutputs, next, end);
+                             out + start * kBlockRows, next, end);
   }
 }
 
 // For one or two tokens, kWideOutputs.
 template <bool kFetch, typename W>
 inline void multiply_wide(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows,
-                          int64_t size, float* out) {
-  constexpr int kWide = kWideOutputs;
-  num_tokens == 1 ? multiply_tile<1, kWide, kFetch>(x, x_stride, rows, size, out, rows + kWide, rows + 2 * kWide)
-                  : multiply_tile<2, kWide, kFetch>(x, x_stride, rows, size, out, rows + kWide, rows + 2 * kWide);
+                          int64_t size, float* out, int ahead) {
+  const W* const* const next = rows + std::max(ahead, kWideOutputs);
+  const W* const* const end = next + kWideOutputs;
+  num_tokens == 1 ? multiply_tile<1, kWideOutputs, kFetch>(x, x_stride, rows, size, out, next, end)
+                  : multiply_tile<2, kWideOutputs, kFetch>(x, x_stride, rows, size, out, next, end);
+}
+
+// Rows of weights that are on their way to the caches: memory takes as long to answer whether a row is long or short.
+template <typename W>
+inline int rows_ahead(int64_t size) {
+  constexpr int64_t kBytes = 16 * 1024;
+  return static_cast<int>(std::clamp<int64_t>(kBytes / (size * static_cast<int64_t>(sizeof(W))), 4, kMaxAhead));
 }
 
 // out[m][n] for `num_tokens` tokens and `count` outputs. With kFetch the weights are expected to be out of the caches, and
-// behind `rows` are kWideOutputs more, which will be wanted next.
+// behind `rows` are kMaxAhead + kWideOutputs more, which will be wanted next.
 template <bool kFetch, typename W>
 inline void multiply_rows(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int count,
                           int64_t size, float* out) {
+  const int ahead = rows_ahead<W>(size);
   int n = 0;
   if (num_tokens <= 2) {  // few tokens: more rows, so that enough sums are under way at a time
     for (; n + kWideOutputs <= count; n += kWideOutputs) {
-      multiply_wide<kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
+      multiply_wide<kFetch>(num_tokens, x, x_stride, rows + n, size, out + n, ahead);
     }
   }
-  for (; n + 4 <= count; n += 4) multiply_columns<4, kFetch>(num_tokens, x, x_stride, rows + n, size, out + n);
-  for (; n < count; ++n) multiply_columns<1, false>(num_tokens, x, x_stride, rows + n, size, out + n);
+  for (; n + 4 <= count; n += 4) multiply_columns<4, kFetch>(num_tokens, x, x_stride, rows + n, size, out + n, ahead);
+  for (; n < count; ++n) multiply_columns<1, false>(num_tokens, x, x_stride, rows + n, size, out + n, ahead);
 }
 
 // f(i, vector of `count` lanes) over [0, size): whole vectors, then the rest.
@@ -265,10 +276,9 @@ struct OutputBlock {
 // How the outputs of all parts are cut into blocks.
 class OutputBlocks {
  public:
-  explicit OutputBlocks(const LinearArgs& args)
-      : args_(args), most_(args.swiglu ? kBlockOutputs / 2 : kBlockOutputs), num_parts_(args.swiglu ? 1 : args.num_parts) {}
+  explicit OutputBlocks(const LinearArgs& args) : args_(args), num_parts_(args.swiglu ? 1 : args.num_parts) {}
 
-  int64_t of_part(int part) const { return (args_.out_features[part] + most_ - 1) / most_; }
+  int64_t of_part(int part) const { return (args_.out_features[part] + kBlockOutputs - 1) / kBlockOutputs; }
 
   int64_t count() const {
     int64_t count = 0;
@@ -279,13 +289,13 @@ class OutputBlocks {
   OutputBlock operator[](int64_t index) const {
     int part = 0;
     while (index >= of_part(part)) index -= of_part(part++);
-    const int64_t first = index * most_;
-    return {part, first, static_cast<int>(std::min<int64_t>(most_, args_.out_features[part] - first))};
+    const int64_t first = index * kBlockOutputs;
+    return {part, first, static_cast<int>(std::min<int64_t>(kBlockOutputs, args_.out_features[part] - first))};
   }
 
  private:
   const LinearArgs& args_;
-  const int most_, num_parts_;
+  const int num_parts_;
 };
 
 // The rows of weights for a block, those of the gate before those of up; returns their number.
@@ -319,20 +329,20 @@ void linear_of(const LinearArgs& args) {
     const OutputBlock block = blocks[task % num_blocks];
     const int64_t first_token = token_blocks.start(task / num_blocks);
     const Parts groups(token_blocks.start(task / num_blocks + 1) - first_token, group_tokens<X>(size));
-    const T* rows[kBlockOutputs + kWideOutputs];
+    const T* rows[kBlockRows + kMaxAhead + kWideOutputs];
     const int num_rows = weight_rows(args, block, rows);
     // Tasks are handed out in order: by then the others will have taken the ones between.
-    const T* next[kBlockOutputs];
+    const T* next[kBlockRows];
     const int num_next = weight_rows(args, blocks[(task + num_threads()) % num_blocks], next);
-    for (int i = 0; i < kWideOutputs; ++i) rows[num_rows + i] = next[std::min(i, num_next - 1)];
-    float sums[kMaxGroupTokens * kBlockOutputs];
+    for (int i = 0; i < kMaxAhead + kWideOutputs; ++i) rows[num_rows + i] = next[std::min(i, num_next - 1)];
+    float sums[kMaxGroupTokens * kBlockRows];
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t token = first_token + groups.start(group);
       const int num_tokens = static_cast<int>(groups.start(group + 1) - groups.start(group));
       group == 0 ? multiply_rows<true>(num_tokens, x + token * size, size, rows, num_rows, size, sums)
                  : multiply_rows<false>(num_tokens, x + token * size, size, rows, num_rows, size, sums);
       for (int m = 0; m < num_tokens; ++m) {
-        const float* const row = sums + m * kBlockOutputs;
+        const float* const row = sums + m * kBlockRows;
         if (args.swiglu) {
           finish_swiglu_row<T, Out>(args, token + m, block.first, block.count, row, row + block.count);
         } else {
