@@ -15,7 +15,14 @@ CSRC = Path("kernels/jaxpaged_kernels/csrc")
 # The kernels are compiled once for each of these, and the library picks what the processor can run.
 _AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
-X86_FLAGS = {"generic": [], "avx2": _AVX2, "avx512": _AVX512, "avx512_bf16": [*_AVX512, "-mavx512bf16"]}
+_AVX512_VNNI = [*_AVX512, "-mavx512vnni"]
+X86_FLAGS = {
+    "generic": [],
+    "avx2": _AVX2,
+    "avx512": _AVX512,
+    "avx512_vnni": _AVX512_VNNI,
+    "avx512_bf16": [*_AVX512_VNNI, "-mavx512bf16"],
+}
 # maybe-uninitialized: GCC 12 says so of its own intrinsics.
 FLAGS = ["-std=c++20", "-O3", "-fPIC", "-ffp-contract=fast", "-Wall", "-Wextra", "-Wno-psabi", "-g0"]
 FLAGS += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]

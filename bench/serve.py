@@ -17,13 +17,14 @@ import json
 import math
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
+
+from http_client import HTTPClient, Piece, read_answer
 
 # Each one token (with its leading space) in the vocabularies of GPT-2, Llama, Qwen, Mistral and SmolLM.
 _COMMON = (
@@ -86,7 +87,7 @@ class StreamReader:
         self._chunks = 0
         self._counted = False
 
-    def event(self, data: str, now: float) -> None:
+    def event(self, data: str | bytes, now: float) -> None:
         """`data` is what follows "data: ", but not [DONE]."""
         result = self._result
         event = json.loads(data)
@@ -123,34 +124,66 @@ class StreamReader:
             result.error = "the stream ended before a finish_reason"
 
 
-async def server_sent_events(content: aiohttp.StreamReader) -> AsyncIterator[str]:
-    """The data of each event, without the final [DONE]."""
-    async for raw in content:
-        line = raw.decode().strip()
-        if line.startswith("data:") and (data := line[5:].strip()) != "[DONE]":
-            yield data
+@dataclass
+class Recording:
+    """One request's answer as it came: read only when all are over, as that takes time from a server beside it.
 
+    Attributes:
+        start: seconds from the start of the run.
+        sent: when it was sent, by the clock of `pieces`.
+        pieces: what was received.
+        error: why there is no whole answer.
+    """
 
-async def send(session: aiohttp.ClientSession, url: str, workload: Workload, run_start: float) -> Result:
-    """Sends one request and reads its whole answer; a failure of any kind is in the result's `error`."""
-    sent = time.perf_counter()
-    result = Result(start=sent - run_start, input_len=workload.input_len)
-    reader = StreamReader(result, sent)
-    try:
-        async with session.post(url, json=workload.body) as response:
-            if response.status != 200:
-                result.error = f"HTTP {response.status}: {(await response.text())[:500]}"
+    start: float
+    sent: float
+    input_len: int
+    pieces: list[Piece] = field(default_factory=list)
+    error: str = ""
+
+    def result(self) -> Result:
+        result = Result(start=self.start, input_len=self.input_len, error=self.error)
+        if self.error:
+            return result
+        try:
+            answer = read_answer(self.pieces)
+            if answer.status != 200:
+                result.error = f"HTTP {answer.status}: {answer.text[:500]}"
                 return result
-            async for data in server_sent_events(response.content):
-                reader.event(data, time.perf_counter())
-        reader.end()
-    except (aiohttp.ClientError, TimeoutError, ValueError, KeyError) as error:
-        result.error = f"{type(error).__name__}: {error}"
-    return result
+            reader = StreamReader(result, self.sent)
+            for data, moment in server_sent_events(answer.body):
+                reader.event(data, moment)
+            reader.end()
+            if not answer.is_complete and not result.error:
+                result.error = "the connection ended before the answer did"
+        except (ValueError, KeyError) as error:
+            result.error = f"{type(error).__name__}: {error}"
+        return result
+
+
+def server_sent_events(body: Iterable[Piece]) -> Iterator[tuple[bytes, float]]:
+    """The data of each event, without the final [DONE], and when its line was whole."""
+    rest = b""
+    for moment, piece in body:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
+                yield data, moment
+
+
+async def send(client: HTTPClient, url: str, workload: Workload, run_start: float) -> Recording:
+    """Sends one request and takes its whole answer; a failure of any kind is in the recording's `error`."""
+    sent = time.perf_counter()
+    recording = Recording(sent - run_start, sent, workload.input_len)
+    try:
+        recording.pieces = await client.request("POST", url, json.dumps(workload.body).encode())
+    except (OSError, TimeoutError) as error:
+        recording.error = f"{type(error).__name__}: {error}"
+    return recording
 
 
 async def send_all(
-    session: aiohttp.ClientSession,
+    client: HTTPClient,
     url: str,
     workloads: Sequence[Workload],
     arrivals: Sequence[float],
@@ -162,20 +195,21 @@ async def send_all(
     running = most = done = 0
     start = time.perf_counter()
 
-    async def one(workload: Workload, arrival: float) -> Result:
+    async def one(workload: Workload, arrival: float) -> Recording:
         nonlocal running, most, done
         await asyncio.sleep(max(0.0, start + arrival - time.perf_counter()))
         async with gate:
             running += 1
             most = max(most, running)
-            result = await send(session, url, workload, start)
+            recording = await send(client, url, workload, start)
             running -= 1
         done += 1
         progress(done)
-        return result
+        return recording
 
-    results = await asyncio.gather(*(one(*pair) for pair in zip(workloads, arrivals, strict=True)))
-    return results, time.perf_counter() - start, most
+    recordings = await asyncio.gather(*(one(*pair) for pair in zip(workloads, arrivals, strict=True)))
+    duration = time.perf_counter() - start
+    return [recording.result() for recording in recordings], duration, most
 
 
 def arrival_times(count: int, rate: float, burstiness: float, rng: np.random.Generator) -> list[float]:
@@ -316,11 +350,12 @@ def print_report(summary: dict[str, Any]) -> None:
         print(f"{label:<50}" + "".join(f"{summary[key]:>10.1f}" for key in keys))
 
 
-async def first_model(session: aiohttp.ClientSession, base_url: str) -> str:
-    async with session.get(f"{base_url}/models") as response:
-        response.raise_for_status()
-        name: str = (await response.json())["data"][0]["id"]
-        return name
+async def first_model(client: HTTPClient, base_url: str) -> str:
+    answer = read_answer(await client.request("GET", f"{base_url}/models"))
+    if answer.status != 200:
+        raise SystemExit(f"{base_url}/models answers with HTTP {answer.status}: {answer.text[:500]}")
+    name: str = json.loads(answer.text)["data"][0]["id"]
+    return name
 
 
 async def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -336,32 +371,24 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
             return random_workloads(args, count, rng, prefix)
         return file_workloads(args, count, rng)
 
-    timeout = aiohttp.ClientTimeout(total=args.timeout)
-    connector = aiohttp.TCPConnector(limit=0)
-    async with aiohttp.ClientSession(headers=headers, timeout=timeout, connector=connector) as session:
-        args.model = args.model or await first_model(session, base_url)
-        if args.warmup:
-            warm, _, _ = await send_all(
-                session,
-                url,
-                workloads(args.warmup, warmup_rng),
-                [0.0] * args.warmup,
-                args.max_concurrency,
-                lambda _: None,
-            )
-            if not any(result.success for result in warm):
-                raise SystemExit(f"every warm-up request failed, the first with: {warm[0].error}")
-        arrivals = arrival_times(args.num_prompts, args.request_rate, args.burstiness, arrival_rng)
-        show = sys.stderr.isatty()
+    client = HTTPClient(args.timeout, headers)
+    args.model = args.model or await first_model(client, base_url)
+    if args.warmup:
+        loads = workloads(args.warmup, warmup_rng)
+        warm, _, _ = await send_all(client, url, loads, [0.0] * args.warmup, args.max_concurrency, lambda _: None)
+        if not any(result.success for result in warm):
+            raise SystemExit(f"every warm-up request failed, the first with: {warm[0].error}")
+    arrivals = arrival_times(args.num_prompts, args.request_rate, args.burstiness, arrival_rng)
+    show = sys.stderr.isatty()
 
-        def progress(done: int) -> None:
-            if show:
-                print(f"\r{done}/{args.num_prompts}", end="", file=sys.stderr, flush=True)
-
-        loads = workloads(args.num_prompts, rng)
-        results, duration, most = await send_all(session, url, loads, arrivals, args.max_concurrency, progress)
+    def progress(done: int) -> None:
         if show:
-            print(file=sys.stderr)
+            print(f"\r{done}/{args.num_prompts}", end="", file=sys.stderr, flush=True)
+
+    loads = workloads(args.num_prompts, rng)
+    results, duration, most = await send_all(client, url, loads, arrivals, args.max_concurrency, progress)
+    if show:
+        print(file=sys.stderr)
     settings = {
         "date": time.strftime("%Y%m%d-%H%M%S"),
         "backend": "openai-chat" if args.endpoint == "chat" else "openai",

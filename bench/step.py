@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,11 @@ import numpy as np
 from flax import nnx
 
 from jaxpaged import LLM, SamplingParams, load_model
+from jaxpaged.config import Quantization
 from jaxpaged.models.products import Products
 from jaxpaged.ops.sampling import sample
+from jaxpaged.runner.lowering import main_dtype
+from jaxpaged.weights.quantization import matrices
 from jaxpaged_kernels import best_linear, new_pool, paged_attention, pool_dtype, rotate_and_write_kv
 
 BLOCK_SIZE = 16
@@ -88,7 +92,10 @@ class Parts:
         self.config = model.config
         graphdef, state = nnx.split(model)
         self._leaves, treedef = jax.tree.flatten(state)
-        self.dtype = self._leaves[0].dtype
+        self.dtype = main_dtype(self._leaves)
+        self._embedding_bytes = model.model.embed_tokens.weight[...].nbytes
+        layers = (m for name, m in matrices(model).items() if name.startswith("model.layers."))
+        self._layer_params = sum(math.prod(matrix.shape) for matrix in layers)
         self._implementation = attention
         self._repeats = repeats
 
@@ -105,8 +112,8 @@ class Parts:
     @property
     def weight_bytes(self) -> int:
         """Of all arrays; an embedding that is also the head is read once, as the head."""
-        embedding = 0 if self.config.tie_word_embeddings else self.config.vocab_size * self.config.hidden_size
-        return sum(leaf.nbytes for leaf in self._leaves) - embedding * self.dtype.itemsize
+        embedding = 0 if self.config.tie_word_embeddings else self._embedding_bytes
+        return sum(leaf.nbytes for leaf in self._leaves) - embedding
 
     def measure(self, rows: int, chunk: int, context: int, engine: float) -> Times:
         """Of a step of `rows` sequences with `chunk` new tokens each, the last of `context`."""
@@ -126,8 +133,7 @@ class Parts:
         drawing = median_ms(lambda: draw(logits).block_until_ready(), self._repeats)
         kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize
         gigabytes = (self.weight_bytes + kv_bytes * rows * context) / 1e9
-        head = config.vocab_size * config.hidden_size
-        flops = 2 * (T * (self.weight_bytes // self.dtype.itemsize - head) + rows * head) / 1e9
+        flops = 2 * (T * self._layer_params + rows * config.vocab_size * config.hidden_size) / 1e9
         attention = self._time_attention(rows, chunk, context)
         return Times(rows, T, context, engine, model, attention, drawing, gigabytes, flops)
 
@@ -195,13 +201,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256, help="tokens of each in the pool")
     parser.add_argument("--prefill", type=int, nargs="*", default=[512], help="lengths of single prompts")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", "-q", default="auto", choices=get_args(Quantization), help="as of serve")
     parser.add_argument("--linear", help="implementation of the products (default: by device)")
     parser.add_argument("--attention", help="implementation of attention (default: by device)")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
 
-    model = load_model(args.model, dtype=args.dtype)
+    model = load_model(args.model, dtype=args.dtype, quantization=args.quantization)
     llm = LLM.from_module(
         model, None, max_num_seqs=max(args.rows), max_model_len=max(2048, args.context + args.repeats + 8),
         linear=args.linear, attention=args.attention,

@@ -18,6 +18,7 @@ Policy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["recompute", "swap"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "none", "q8_0", "q4_0"]
 KVCacheDType = Literal["auto", "fp8", "int8"]
 
 # What a value of an option's annotation may be; options with choices are checked against those.
@@ -97,6 +98,8 @@ class CacheConfig:
         num_host_blocks: blocks of the host pool that swapped sequences go to.
         enable_prefix_caching: keep the blocks of finished requests findable by what they hold.
         cache_dtype: of the keys and values in the pools, for reports.
+        num_eager_blocks: blocks of the device pool that are in use before a cached one is evicted; None = all. More
+            are in use only when running requests need them.
     """
 
     num_blocks: int
@@ -104,11 +107,14 @@ class CacheConfig:
     num_host_blocks: int = 0
     enable_prefix_caching: bool = True
     cache_dtype: str = "auto"
+    num_eager_blocks: int | None = None
 
     def __post_init__(self) -> None:
         _check_range("num_blocks", self.num_blocks, 2)
         _check_range("block_size", self.block_size, 1, 1024)
         _check_range("num_host_blocks", self.num_host_blocks, 0)
+        if self.num_eager_blocks is not None:
+            _check_range("num_eager_blocks", self.num_eager_blocks, 0)
 
 
 @dataclass(frozen=True)
@@ -173,11 +179,16 @@ class EngineConfig:
         dtype: of the weights and the activations. "auto" is the model's own.
         load_format: "auto" reads the model's weights; "dummy" draws random ones from `seed`, for which a config.json is
             enough (without tokenizer files prompts are token ids).
+        quantization: of the matrices, in blocks of 32 values with one scale. "q8_0" keeps them in 8 bits; "q4_0" those
+            of the layers in 4, the embedding and the head in 8. Native CPU kernels multiply them as they are, by
+            activations that they round to 8 bits in blocks of 32; elsewhere they are made dense for each product.
+            "auto" does so with GGUF files of these formats, where native kernels run; "none" converts all to `dtype`.
         seed: of requests that bring none.
         max_model_len: None = as long as the model was trained for.
         kv_cache_dtype: "auto" keeps keys and values as they are computed; "int8" and "fp8" quantize each vector to one
             byte a value and one float32 scale. fp8 needs an NVIDIA GPU of compute capability 8.9 or later, or a CPU.
-        kv_cache_memory: bytes of the KV pool. None: what is left on a GPU, 1 GiB on a CPU.
+        kv_cache_memory: bytes of the KV pool. None: what is left on a GPU; 1 GiB on a CPU, of which cached prefixes
+            that no request uses take no more than 384 tokens a row, so that the rest stays free for other programs.
         num_blocks: blocks of the pool, over kv_cache_memory.
         gpu_memory_utilization: share of the memory that JAX manages on a GPU (by default 75 % of the GPU's, see
             XLA_PYTHON_CLIENT_MEM_FRACTION) that weights, temporaries and pool may take together.
@@ -196,6 +207,7 @@ class EngineConfig:
 
     dtype: DType = "auto"
     load_format: LoadFormat = "auto"
+    quantization: Quantization = "auto"
     seed: int = 0
     max_model_len: int | None = None
     block_size: int = 16
@@ -228,6 +240,7 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DType)
         _check_choice("kv_cache_dtype", self.kv_cache_dtype, KVCacheDType)
         _check_choice("load_format", self.load_format, LoadFormat)
+        _check_choice("quantization", self.quantization, Quantization)
         _check_range("gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         _check_range("swap_space", self.swap_space, 0)
         _check_range("max_logprobs", self.max_logprobs, -1, 1024)

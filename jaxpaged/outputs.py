@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Logprob:
     """Log-probability of a token under the model's raw distribution (before temperature and filters).
 
@@ -26,7 +26,7 @@ class Logprob:
 TokenLogprobs = dict[int, Logprob]
 
 
-@dataclass
+@dataclass(slots=True)
 class CompletionOutput:
     """One sequence of a request: new text and tokens, or all of them, by the request's `output_kind`.
 
@@ -50,7 +50,7 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestMetrics:
     """Times in seconds of the monotonic clock; None where it has not happened yet.
 
@@ -66,8 +66,19 @@ class RequestMetrics:
     finished_time: float | None = None
     num_preemptions: int = 0
 
+    def copy(self) -> RequestMetrics:
+        """As `copy.copy` makes one, in a tenth of the time."""
+        return RequestMetrics(
+            self.arrival_time,
+            self.first_scheduled_time,
+            self.first_token_time,
+            self.last_token_time,
+            self.finished_time,
+            self.num_preemptions,
+        )
 
-@dataclass
+
+@dataclass(slots=True)
 class RequestOutput:
     """News of one request.
 

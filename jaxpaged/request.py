@@ -250,10 +250,6 @@ class SamplingParams:
         """Whether the output's log-probabilities are to be reported."""
         return self.logprobs is not None or bool(self.logprob_token_ids)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_EPS
-
 
 class Sequence:
     """One output of a request: its tokens, its block table and how far its KV has been computed.

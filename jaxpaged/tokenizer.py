@@ -129,7 +129,7 @@ def encode(tokenizer: Any, text: str, *, add_special_tokens: bool = True) -> lis
         InvalidRequestError: a lone surrogate in the text, which stands for no character.
     """
     try:
-        ids: list[int] = tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except TypeError:  # what the library says of a lone surrogate, among other things
         try:
             text.encode()

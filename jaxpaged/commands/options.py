@@ -7,7 +7,16 @@ import re
 from collections.abc import Callable
 from typing import Any, get_args
 
-from jaxpaged.config import DType, EngineConfig, KVCacheDType, LoadFormat, Policy, PreemptionMode, parse_size
+from jaxpaged.config import (
+    DType,
+    EngineConfig,
+    KVCacheDType,
+    LoadFormat,
+    Policy,
+    PreemptionMode,
+    Quantization,
+    parse_size,
+)
 from jaxpaged.errors import ConfigError
 
 _COUNT = re.compile(r"(\d{1,18}(?:\.\d+)?)([kKmM]?)")
@@ -21,6 +30,12 @@ KV_CACHE_DTYPE_HELP = (
     "how keys and values are kept (default: auto, as they are computed). int8 and fp8 take one byte a value and four "
     "for the scale of a head, about half of bfloat16, so that nearly twice the tokens fit; answers change slightly, "
     "less with int8. On NVIDIA GPUs fp8 needs compute capability 8.9 or later (L4, H100); int8 runs everywhere"
+)
+
+QUANTIZATION_HELP = (
+    "q8_0: weights in 8 bits; q4_0: in 4, the embedding and the head in 8. CPUs multiply them as they are: faster, and "
+    "answers change slightly, with q4_0 more. none: all in dtype. Default: auto, what a GGUF file has in these formats "
+    "is kept on CPUs with native kernels"
 )
 
 
@@ -81,6 +96,7 @@ def add_engine_options(
         help="dummy: random weights, for measuring; MODEL may then be a config.json (default: auto)",
         **unset,
     )
+    add("--quantization", "-q", choices=get_args(Quantization), help=QUANTIZATION_HELP, **unset)
     add(
         "--max-model-len",
         type=count,

@@ -9,10 +9,10 @@ from typing import Any
 
 from jaxpaged.commands.options import count, size
 from jaxpaged.commands.simulate import explain_result
-from jaxpaged.commands.traffic_options import add_traffic_options, cost_constants, make_traffic
+from jaxpaged.commands.traffic_options import add_traffic_options, find_speed, make_traffic
 from jaxpaged.config import format_size
 from jaxpaged.errors import ConfigError
-from jaxpaged.sim import CostModel, Dataset, Device, Fixed, ModelShape, Setup, SimulationResult, Traffic, find_device
+from jaxpaged.sim import CostModel, Dataset, Fixed, ModelShape, Setup, SimulationResult, Traffic, find_device
 from jaxpaged.sim.planner import DeploymentPlan, Load, plan_deployment
 from jaxpaged.sim.saturation import Saturation, saturate
 from jaxpaged.sim.simulator import simulate
@@ -27,6 +27,12 @@ def add_deployment_options(parser: argparse.ArgumentParser) -> None:
     add("--output", type=count, default=256, metavar="N", help="tokens of an output (default: 256)")
     add("--jax-memory-fraction", type=float, default=0.75, metavar="X", help="XLA_PYTHON_CLIENT_MEM_FRACTION (0.75)")
     add("--gpu-memory-utilization", type=float, default=0.92, metavar="X", help="as of serve (default: 0.92)")
+    add(
+        "--quantization",
+        choices=("none", "q8_0", "q4_0"),
+        default="none",
+        help="of the weights, multiplied as they are (default: none)",
+    )
     add("--max-num-seqs", type=count, default=256, metavar="N", help="as of serve (default: 256)")
     add("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="as of serve (default: 2048)")
     add_traffic_options(parser)
@@ -43,24 +49,24 @@ class _Speed:
 def run_deployment(args: argparse.Namespace) -> int:
     """Prints the plan of a device."""
     if args.model is None:
-        raise ConfigError("--device and --memory need MODEL, for the size of its weights")
-    if args.device is None and (args.rate is not None or args.trace is not None):
-        raise ConfigError("--rate and --trace need --device, for the time that steps take")
+        raise ConfigError("--device, --memory, --rate and --trace need MODEL, for the size of its weights")
     if args.rate is not None and args.trace is not None:
         raise ConfigError("give --rate or --trace, not both")
+    has_traffic = args.rate is not None or args.trace is not None
+    speed_of = find_speed(args) if has_traffic else None
     from jaxpaged.weights import load_config, resolve
 
-    device = None if args.device is None else find_device(args.device)
     config = load_config(resolve(args.model, weights=False))
     quantized = args.kv_cache_dtype != "auto"
     shape = ModelShape.of(
         config,
         name=args.model,
         dtype=args.dtype or "auto",
+        quantization=args.quantization,
         kv_dtype_bytes=1 if quantized else 0,
         kv_scale_bytes=4 if quantized else 0,
     )
-    memory = args.memory or (device.total_memory if device is not None else 0)
+    memory = args.memory or (find_device(args.device) if speed_of is None else speed_of[0]).total_memory
     plan = plan_deployment(
         config,
         shape,
@@ -74,8 +80,8 @@ def run_deployment(args: argparse.Namespace) -> int:
         pool_bytes=args.pool,
     )
     speed = None
-    if device is not None and (args.rate is not None or args.trace is not None):
-        speed = _simulate(args, plan, shape, device, config.max_position_embeddings)
+    if speed_of is not None:
+        speed = _simulate(args, plan, CostModel(shape, *speed_of), config.max_position_embeddings)
     if args.json:
         print(json.dumps(_as_json(plan, speed), indent=1))
     else:
@@ -83,15 +89,12 @@ def run_deployment(args: argparse.Namespace) -> int:
     return 0
 
 
-def _simulate(
-    args: argparse.Namespace, plan: DeploymentPlan, shape: ModelShape, device: Device, longest: int
-) -> _Speed:
+def _simulate(args: argparse.Namespace, plan: DeploymentPlan, cost: CostModel, longest: int) -> _Speed:
     """Traffic of the plan's requests: those of --lengths-of where it is given, else all alike."""
     load = plan.load
     alike = Dataset(Fixed(load.prompt), Fixed(load.output))
     dataset = alike if args.lengths_of is None else None
     traffic = make_traffic(args, longest, dataset)
-    cost = CostModel(shape, device, cost_constants(args.calibration))
     setup = Setup(
         slots=plan.shared.usable_blocks * args.block_size,
         block_size=args.block_size,
@@ -119,9 +122,11 @@ def _as_json(plan: DeploymentPlan, speed: _Speed | None) -> dict[str, Any]:
 def _explain(plan: DeploymentPlan, shape: ModelShape, speed: _Speed | None) -> list[str]:
     memory, load, shared, unshared = plan.memory, plan.load, plan.shared, plan.unshared
     settings = plan.recommended
+    is_dense = memory.weights == shape.params * shape.dtype_bytes
+    bytes_of_each = f"{shape.dtype_bytes} bytes" if is_dense else f"{memory.weights / shape.params:.2f} bytes"
     rows = [
         ("device", f"{format_size(memory.device)}, of which the engine may use {format_size(memory.usable)}"),
-        ("weights", f"{shape.params:,} parameters x {shape.dtype_bytes} bytes = {format_size(memory.weights)}"),
+        ("weights", f"{shape.params:,} parameters x {bytes_of_each} = {format_size(memory.weights)}"),
         ("temporaries", f"about {format_size(memory.temporaries)}"),
         ("pool", f"{format_size(memory.pool)} = {shared.blocks:,} blocks of {shared.block_size} tokens"),
         ("a request", f"{load.prompt:,} + {load.output:,} tokens = {unshared.blocks_per_request} blocks"),

@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -175,20 +176,30 @@ def run(args: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(engine_options(args))
     config = server_config(args, os.environ.get(API_KEY_VARIABLE))
     _log_to_stderr()
+    # Nearly all that a start makes stays; a collector that looks through it again and again takes a twentieth of it.
+    gc.disable()
 
     from jaxpaged.engine.engine import Engine
     from jaxpaged.server import bind, run_server
     from jaxpaged.trace import recording
+    from jaxpaged.weights.stored_tokenizer import StoredTokenizer
 
+    gc.freeze()  # modules: the collection to come need not look at them
     sockets = bind(config)  # loading and compiling take minutes: an address in use is better known before
     try:
         with trace_file(args.trace, args.trace_limit) as file:
             engine = Engine.from_pretrained(args.model, engine_config)
-            # What is loaded by now stays: a collector that looks at all of it again and again takes 3 % of the time.
+            if isinstance(engine.tokenizer, StoredTokenizer):
+                # A start does without transformers, but the first chat needs it.
+                threading.Thread(target=engine.tokenizer.load, name="tokenizer", daemon=True).start()
+            # What is loaded by now stays: looking at it while serving would take 3 % of the time.
+            gc.collect()
             gc.freeze()
+            gc.enable()
             with recording(engine, file):
                 run_server(engine, config, sockets)
     finally:
+        gc.enable()
         for sock in sockets:
             sock.close()
     return 0

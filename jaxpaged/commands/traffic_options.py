@@ -8,7 +8,19 @@ from pathlib import Path
 
 from jaxpaged.commands.options import count
 from jaxpaged.errors import ConfigError
-from jaxpaged.sim import DATASETS, Constants, Dataset, LogNormal, Traffic, bursts, poisson, read_calibration, read_trace
+from jaxpaged.sim import (
+    DATASETS,
+    Constants,
+    Dataset,
+    Device,
+    LogNormal,
+    Traffic,
+    bursts,
+    find_device,
+    poisson,
+    read_calibration,
+    read_trace,
+)
 from jaxpaged.sim.lengths import Fixed, Lengths, read_dataset
 
 _MEANS = re.compile(r"(lognormal|fixed):(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)")
@@ -32,7 +44,7 @@ def add_traffic_options(parser: argparse.ArgumentParser) -> None:
         ),
     )
     add("--device", metavar="NAME", help="of the catalog, such as h200 or 4xa100-40gb")
-    add("--calibration", type=Path, metavar="FILE", help="measured steps that the cost model is fitted to")
+    add("--calibration", type=Path, metavar="FILE", help="measured steps of a device, instead of --device")
     add("--seed", type=int, default=0, metavar="N", help="of the traffic (default: 0)")
 
 
@@ -72,6 +84,19 @@ def make_traffic(args: argparse.Namespace, max_model_len: int, dataset: Dataset 
     return poisson(dataset, args.rate, args.duration, seed=args.seed, max_model_len=max_model_len)
 
 
-def cost_constants(path: Path | None) -> Constants:
-    """Fitted to the steps of a file; assumed where there is none."""
-    return Constants() if path is None else read_calibration(path).constants()
+def find_speed(args: argparse.Namespace) -> tuple[Device, Constants]:
+    """The device of --device, with assumed constants; or that of --calibration, with constants fitted to its steps.
+
+    Raises:
+        ConfigError: neither is given, or they are of two devices.
+    """
+    if args.calibration is None:
+        if args.device is None:
+            raise ConfigError("--rate and --trace need --device (or --calibration), for the time that steps take")
+        return find_device(args.device), Constants()
+    calibration = read_calibration(args.calibration)
+    if args.device is not None and find_device(args.device) != calibration.device:
+        raise ConfigError(
+            f"{args.calibration} was measured on {calibration.device}, but --device is {args.device}; leave out one"
+        )
+    return calibration.device, calibration.constants()

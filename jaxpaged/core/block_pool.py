@@ -2,7 +2,12 @@
 
 A block is free, owned (reference count >= 1), or cached and free: nobody refers to it, but its key still leads to it
 until it is handed out again. Free blocks form a doubly linked list that lives in two arrays, so taking one out of the
-middle (a hit on a cached block) costs as little as taking the first.
+middle (a hit on a cached block) costs as little as taking the first. Its order is that of reuse:
+
+1. blocks without a key, the one that was freed last first, then those of the eager part that were never in use;
+2. cached ones, the least recently used first;
+3. the reserve: blocks beyond the eager part that were never in use. Where memory is taken when it is first written, as
+   on a CPU, leaving them alone for as long as cached blocks can be evicted keeps it small.
 """
 
 from __future__ import annotations
@@ -22,18 +27,21 @@ class BlockPool:
         ref_counts: references to each block. Only the pool changes it.
     """
 
-    def __init__(self, num_blocks: int, *, num_reserved: int = 1) -> None:
+    def __init__(self, num_blocks: int, *, num_reserved: int = 1, num_eager: int | None = None) -> None:
+        """`num_eager`: blocks that may be in use before one is evicted; None = all."""
         self.num_blocks = num_blocks
         self.num_reserved = num_reserved
         self.num_free = num_blocks - num_reserved
         self.ref_counts = [0] * num_blocks
         self._keys: list[bytes | None] = [None] * num_blocks
         self._by_key: dict[bytes, int] = {}
-        # The list is a ring through one more node, the sentinel: its next is the block to be reused first.
-        self._sentinel = num_blocks
-        ring = [self._sentinel, *range(num_reserved, num_blocks)]
-        self._next = [-1] * (num_blocks + 1)
-        self._prev = [-1] * (num_blocks + 1)
+        # The list is a ring through two more nodes: behind `_head` is the block to be reused first, behind `_fence` the
+        # reserve. Cached blocks go before the fence.
+        self._head, self._fence = num_blocks, num_blocks + 1
+        fence = num_blocks if num_eager is None else min(num_reserved + num_eager, num_blocks)
+        ring = [self._head, *range(num_reserved, fence), self._fence, *range(fence, num_blocks)]
+        self._next = [-1] * (num_blocks + 2)
+        self._prev = [-1] * (num_blocks + 2)
         for left, right in zip(ring, ring[1:] + ring[:1], strict=True):
             self._next[left] = right
             self._prev[right] = left
@@ -52,16 +60,18 @@ class BlockPool:
         """`count` blocks, each with one reference, or None if fewer are free. Drops the keys of cached ones."""
         if count > self.num_free:
             return None
-        blocks = []
-        block = self._next[self._sentinel]
-        for _ in range(count):
+        blocks: list[int] = []
+        block = self._next[self._head]
+        while len(blocks) < count and block != self._fence:
             self._drop_key(block)
             self.ref_counts[block] = 1
             blocks.append(block)
             block = self._next[block]
-        self._next[self._sentinel] = block
-        self._prev[block] = self._sentinel
-        self.num_free -= count
+        self._next[self._head] = block
+        self._prev[block] = self._head
+        self.num_free -= len(blocks)
+        if len(blocks) < count:
+            blocks += self._take_reserve(count - len(blocks))
         return blocks
 
     def touch(self, block: int) -> None:
@@ -76,8 +86,7 @@ class BlockPool:
             self.ref_counts[block] -= 1
             if self.ref_counts[block] == 0:
                 # A block that cannot be found again is worth nothing: reuse it before any cached one.
-                last = self._prev[self._sentinel]
-                self._link_after(block, self._sentinel if self._keys[block] is None else last)
+                self._link_after(block, self._head if self._keys[block] is None else self._prev[self._fence])
 
     def find(self, key: bytes) -> int | None:
         """The block that holds what `key` stands for."""
@@ -104,10 +113,13 @@ class BlockPool:
 
     def check(self) -> None:
         """Assert that each block is in exactly one state and that list, counts and keys agree."""
-        free = []
-        block, before = self._next[self._sentinel], self._sentinel
-        while block != self._sentinel:
+        free: list[int] = []
+        block, before = self._next[self._head], self._head
+        while block != self._head:
             assert self._prev[block] == before, f"free list: block {block} follows {before} but points elsewhere"
+            if block == self._fence:
+                block, before = self._next[block], block
+                continue
             assert self.ref_counts[block] == 0, f"block {block} is free with {self.ref_counts[block]} references"
             free.append(block)
             assert len(free) <= self.num_blocks, "the free list runs in a circle"
@@ -121,6 +133,16 @@ class BlockPool:
         assert not any(b in reserved for b in (*free, *owned)), "a reserved block is free or owned"
         keyed = {b: key for b, key in enumerate(self._keys) if key is not None}
         assert keyed == {b: key for key, b in self._by_key.items()}, "keys and blocks disagree"
+
+    def _take_reserve(self, count: int) -> list[int]:
+        """`count` blocks from behind the fence, which has nothing before it."""
+        blocks = []
+        for _ in range(count):
+            block = self._next[self._fence]
+            self._unlink(block)
+            self.ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
 
     def _drop_key(self, block: int) -> None:
         key = self._keys[block]

@@ -49,7 +49,7 @@ class KVManager:
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.enable_prefix_caching = config.enable_prefix_caching
-        self.pool = BlockPool(config.num_blocks)
+        self.pool = BlockPool(config.num_blocks, num_eager=config.num_eager_blocks)
         self.host_pool = BlockPool(config.num_host_blocks, num_reserved=0)
         self._epoch = 0
         self._checked_tables: dict[Sequence, list[int]] = {}

@@ -103,10 +103,6 @@ class Adjustments:
     penalties: Penalties | None
     logprob_token_ids: dict[int, IntArray]
 
-    @property
-    def change_logits(self) -> bool:
-        return bool(len(self.edit_draws) or self.masks) or self.penalties is not None
-
 
 @dataclass(frozen=True, eq=False)
 class PromptSpan:

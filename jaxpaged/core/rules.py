@@ -1,4 +1,4 @@
-"""What a simulation may swap in the scheduler. The engine runs with the defaults."""
+"""What a simulation or an experiment may swap in the scheduler. The engine serves with the defaults."""
 
 from __future__ import annotations
 

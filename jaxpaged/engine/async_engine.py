@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
 import time
@@ -208,6 +207,12 @@ class AsyncEngine:
         self._start()
         await self._call(self.engine.reset_prefix_cache)
 
+    async def tell_observers(self) -> None:
+        """Tells the observers of the steps that the engine has nothing to do, if so; else the next step tells them."""
+        self._check_running()
+        self._start()
+        await self._call(self.engine.note_idle)
+
     # -- end of life
 
     async def shutdown(self, deadline_s: float = 0.0) -> None:
@@ -313,10 +318,15 @@ class AsyncEngine:
         for call in calls:
             self._calls.discard(call)
             call.resolve()
+        touched: dict[RequestStream, None] = {}
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None and stream.put(output):
-                self._forget([output.request_id])
+            if stream is not None:
+                touched[stream] = None
+                if stream.put(output):
+                    self._forget([output.request_id])
+        for stream in touched:
+            stream.notify()
         if self.on_step is not None:
             self.on_step(stats)
 
@@ -357,7 +367,7 @@ class AsyncEngine:
                 if self.engine.has_unfinished_requests():
                     outputs += self.engine.step()
                 for output in outputs:
-                    output.metrics = copy.copy(output.metrics)  # the engine goes on writing to its own
+                    output.metrics = output.metrics.copy()  # the engine goes on writing to its own
                 if not self._post(self._deliver, calls, outputs, self.engine.stats()):
                     break
         except Exception as error:

@@ -8,8 +8,11 @@ from the front of a text kept, since the output is not the front.
 from __future__ import annotations
 
 import codecs
+import json
 from functools import lru_cache
 from typing import Any
+
+from tokenizers import decoders
 
 from jaxpaged.request import SamplingParams
 from jaxpaged.tokenizer import backend_tokenizer
@@ -91,17 +94,19 @@ class _Pieces:
 
     Decoding a short window of the newest tokens and cutting off what it showed before gives what the newest
     adds: how a token decodes depends on whether it is the first and, in byte-level tokenizers, on the token before.
+    Most tokens have a text of their own wherever they stand; that is remembered for each.
     """
 
-    __slots__ = ("_byte_ids", "_bytes", "_shown", "_skip_special", "_text", "_tokenizer", "_window")
+    __slots__ = ("_byte_ids", "_bytes", "_known", "_shown", "_skip_special", "_text", "_tokenizer", "_window")
 
     def __init__(self, tokenizer: Any, skip_special: bool, prompt_token_ids: list[int]) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._byte_ids = _byte_token_ids(tokenizer)
+        self._known = _known_texts(tokenizer, skip_special)
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._window: list[int] = []
-        self._text = ""  # of the window
+        self._text: str | None = ""  # of the window; None: not looked up
         self._shown = 0  # characters of it that were returned already
         for token_id in reversed(prompt_token_ids):
             text = self._decode([token_id])
@@ -110,11 +115,24 @@ class _Pieces:
                 break
 
     def feed(self, token_id: int) -> str:
+        if self._known is None or not self._window or (self._text is not None and self._shown < len(self._text)):
+            return self._feed(token_id)
+        text = self._known[token_id]
+        if text is None:
+            return self._feed(token_id)
+        if not text:
+            return ""
+        self._window, self._text = [token_id], None
+        return self._bytes.decode(b"", final=True) + text if self._byte_ids else text
+
+    def _feed(self, token_id: int) -> str:
         byte = self._byte_ids.get(token_id)
         if byte is not None:
             if not self._window:  # what comes next is not the front of the text
                 self._set_window([token_id], held=0)
             return self._bytes.decode(bytes([byte]))
+        if self._text is None:
+            self._set_window(self._window, held=0)
         window = [*self._window, token_id]
         text = self._decode(window)
         if text == self._text and not self._decode([token_id]):
@@ -127,7 +145,8 @@ class _Pieces:
 
     def flush(self) -> str:
         """What was held back for a completion that did not come."""
-        held, self._shown = self._text[self._shown :], len(self._text)
+        text = self._text or ""  # nothing is held of one that was not looked up
+        held, self._shown = text[self._shown :], len(text)
         return self._bytes.decode(b"", final=True) + held
 
     def _set_window(self, token_ids: list[int], held: int) -> None:
@@ -208,3 +227,42 @@ def _byte_token_ids(tokenizer: Any) -> dict[int, int]:
         return {}
     euro = [token_id for value in "€".encode() for token_id, byte in ids.items() if byte == value]
     return ids if tokenizer.decode(euro) == "€" else {}
+
+
+class _KnownTexts(dict[int, str | None]):
+    """Text of each token behind others; None of a token whose text depends on them. Filled when it is asked for."""
+
+    def __init__(self, tokenizer: Any, skip_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+
+    def __missing__(self, token_id: int) -> str | None:
+        once: str = self._tokenizer.decode([token_id], skip_special_tokens=self._skip_special)
+        twice: str = self._tokenizer.decode([token_id, token_id], skip_special_tokens=self._skip_special)
+        # A part of a character, or a byte token, which may be one.
+        depends = REPLACEMENT in twice or token_id in _byte_token_ids(self._tokenizer)
+        # The second of two is not at the front, where sentencepiece tokenizers drop a space.
+        text = self[token_id] = None if depends else twice[len(once) :]
+        return text
+
+
+@lru_cache(maxsize=16)
+def _known_texts(tokenizer: Any, skip_special: bool) -> _KnownTexts | None:
+    """None where the text of any token may depend on those beside it."""
+    return _KnownTexts(tokenizer, skip_special) if _decodes_one_by_one(tokenizer) else None
+
+
+def _decodes_one_by_one(tokenizer: Any) -> bool:
+    """Whether a token's text depends on others only in parts of characters, and at the front of the text by a space."""
+    decoder = getattr(tokenizer, "decoder", None)
+    if isinstance(decoder, decoders.ByteLevel):
+        return True
+    if not isinstance(decoder, decoders.Sequence):
+        return False
+    steps = json.loads(decoder.__getstate__())["decoders"]
+    kinds = [step["type"] for step in steps]
+    if kinds[-1] == "Strip":
+        if (steps[-1]["content"], steps[-1]["start"], steps[-1]["stop"]) != (" ", 1, 0):
+            return False
+        kinds.pop()
+    return kinds == ["Replace", "ByteFallback", "Fuse"]

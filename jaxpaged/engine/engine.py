@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxpaged.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig, format_size
 from jaxpaged.core.grammar import Grammar
+from jaxpaged.core.rules import Rules
 from jaxpaged.core.scheduler import Scheduler
 from jaxpaged.engine.collector import Collector
 from jaxpaged.engine.request_maker import RequestMaker
@@ -23,7 +24,7 @@ from jaxpaged.grammars import GrammarCompiler
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import SamplingParams
-from jaxpaged.runner.compile_cache import enable_compilation_cache
+from jaxpaged.runner.compile_cache import enable_compilation_cache, start_folder
 from jaxpaged.runner.runner import Runner
 from jaxpaged.structured_outputs import StructuredOutputs
 from jaxpaged.tokenizer import backend_tokenizer
@@ -34,12 +35,15 @@ from jaxpaged.weights import (
     load_config,
     load_generation_config,
     load_model,
-    load_tokenizer,
+    quantize_model,
     resolve,
 )
+from jaxpaged.weights.quantization import is_quantized
+from jaxpaged.weights.stored_tokenizer import open_tokenizer
 from jaxpaged_kernels import native
 from jaxpaged_kernels.api import IMPLEMENTATIONS
 from jaxpaged_kernels.linear import LINEAR_IMPLEMENTATIONS
+from jaxpaged_kernels.quantized import WEIGHT_FORMATS
 
 logger = logging.getLogger(__name__)
 
@@ -65,8 +69,12 @@ class Engine:
         *,
         model_name: str = "model",
         generation: GenerationConfig | None = None,
+        rules: Rules | None = None,
     ) -> None:
         """Compiles the programs and allocates the pools around a model that is in memory; its weights are not copied.
+
+        Args:
+            rules: of an experiment with another way to hand out memory; None = the engine's own.
 
         Raises:
             ConfigError: the options do not fit the model or the machine.
@@ -88,12 +96,13 @@ class Engine:
             num_host_blocks=self._runner.num_host_blocks,
             enable_prefix_caching=config.enable_prefix_caching,
             cache_dtype=str(self._runner.cache.shape.values),
+            num_eager_blocks=self._runner.num_eager_blocks,
         )
         self._grammars = None
         if tokenizer is not None:
             self._grammars = GrammarCompiler(tokenizer, self.generation.eos_token_ids, self._drawable_vocab)
         fill_masks = self._grammars.fill_masks if self._grammars is not None else None
-        self._scheduler = Scheduler(self.scheduler_config, self.cache_config, fill_masks)
+        self._scheduler = Scheduler(self.scheduler_config, self.cache_config, fill_masks, rules)
         self._collector = Collector(self._scheduler, tokenizer)
         self._loop = StepLoop(self._scheduler, self._runner, self._collector, overlap=config.async_scheduling)
         self._requests = RequestMaker(
@@ -123,11 +132,20 @@ class Engine:
         files = resolve(model, weights=not is_dummy)
         tokenizer = None
         if has_tokenizer(files) or not is_dummy:
-            tokenizer = load_tokenizer(files, trust_remote_code=config.trust_remote_code)
+            folder = start_folder()
+            tokenizer = open_tokenizer(
+                files,
+                None if folder is None else folder / "tokenizers",
+                trust_remote_code=config.trust_remote_code,
+            )
         if is_dummy:
             module = dummy_model(load_config(files), dtype=config.dtype, seed=config.seed)
+            if config.quantization != "auto" and config.quantization != "none":
+                quantize_model(module, config.quantization)
         else:
-            module = load_model(files, dtype=config.dtype)
+            # Other products than the native ones are slower by quantized weights.
+            is_dense = config.quantization == "auto" and config.linear == "xla"
+            module = load_model(files, dtype=config.dtype, quantization="none" if is_dense else config.quantization)
         return cls(
             module,
             tokenizer,
@@ -216,6 +234,10 @@ class Engine:
         self._loop.note_idle()
         return outputs
 
+    def note_idle(self) -> None:
+        """Tells the observers if nothing is left to compute, such as one who has come since the last step."""
+        self._loop.note_idle()
+
     def stats(self) -> EngineStats:
         collector = self._collector
         return EngineStats(
@@ -294,6 +316,11 @@ def _check_parts(model: object, tokenizer: Any | None, config: EngineConfig) -> 
         raise ConfigError(f"{type(model).__name__} is no model of jaxpaged.models; load one with load_model")
     if tokenizer is not None:
         backend_tokenizer(tokenizer)
+    if config.quantization in WEIGHT_FORMATS and not is_quantized(model):
+        raise ConfigError(
+            f"quantization is {config.quantization!r}, but the weights of the model that was given are dense; "
+            "quantize it first, with jaxpaged.weights.quantize_model"
+        )
     for name, value, known in (
         ("attention", config.attention, tuple(IMPLEMENTATIONS)),
         ("linear", config.linear, LINEAR_IMPLEMENTATIONS),

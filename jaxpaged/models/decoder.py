@@ -86,7 +86,8 @@ class DecoderForCausalLM(nnx.Module):
     `("model", "layers", 3, "self_attn", "q_proj", "weight")`, of the same shape.
     """
 
-    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:
+        """Random parameters; where `rngs` is None there are `jax.ShapeDtypeStruct` in their places."""
         init = Initializer(rngs, dtype)
         self.config = config
         self.model = Decoder(config, init=init)
@@ -119,7 +120,7 @@ class DecoderForCausalLM(nnx.Module):
     def logits(self, hidden: jax.Array, how: Products = PLAIN_PRODUCTS) -> jax.Array:
         """Hidden states [N, E] -> logits [N, V] float32."""
         head = self.model.embed_tokens if self.lm_head is None else self.lm_head
-        return how.logits(hidden, head.weight[...])
+        return how.logits(hidden, head)
 
     def __call__(self, token_ids: jax.Array) -> jax.Array:
         """Logits [B, L, V] float32 of whole sequences [B, L] int32: dense causal attention, no cache, no padding."""

@@ -9,43 +9,69 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jaxpaged_kernels import rms_norm
+from jaxpaged_kernels import QuantizedWeight, rms_norm, take_rows
+from jaxpaged_kernels.linear import Weight
+from jaxpaged_kernels.quantized import WeightFormat
 
 _INIT_SCALE = 0.02
 
 
 class Initializer:
-    """Makes a model's first parameters, all of one dtype.
+    """Makes a model's first parameters, all of one dtype; without `rngs` only their shapes (`jax.ShapeDtypeStruct`).
 
     Takes one key from `rngs` and counts on in Python: an nnx stream keeps its count in an array, and the time to update
     that under tracing (`nnx.eval_shape`) grows with the square of the number of parameters.
     """
 
-    def __init__(self, rngs: nnx.Rngs, dtype: DTypeLike) -> None:
-        self._key = rngs.params()
+    def __init__(self, rngs: nnx.Rngs | None, dtype: DTypeLike) -> None:
+        self._key = None if rngs is None else rngs.params()
         self._count = itertools.count()
-        self._dtype = dtype
+        self.dtype = jnp.dtype(dtype)
 
     def normal(self, *shape: int) -> nnx.Param:
+        if self._key is None:
+            return self._abstract(shape)
         key = jax.random.fold_in(self._key, next(self._count))
-        return nnx.Param(_INIT_SCALE * jax.random.normal(key, shape, self._dtype))
+        return nnx.Param(_INIT_SCALE * jax.random.normal(key, shape, self.dtype))
 
     def zeros(self, *shape: int) -> nnx.Param:
-        return nnx.Param(jnp.zeros(shape, self._dtype))
+        return self._abstract(shape) if self._key is None else nnx.Param(jnp.zeros(shape, self.dtype))
 
     def ones(self, *shape: int) -> nnx.Param:
-        return nnx.Param(jnp.ones(shape, self._dtype))
+        return self._abstract(shape) if self._key is None else nnx.Param(jnp.ones(shape, self.dtype))
+
+    def _abstract(self, shape: tuple[int, ...]) -> nnx.Param:
+        return nnx.Param(jax.ShapeDtypeStruct(shape, self.dtype))
 
 
-class Linear(nnx.Module):
+class Matrix(nnx.Module):
+    """`weight` [rows, columns]; of a quantized one the packed bytes (see `jaxpaged_kernels.quantized`).
+
+    Attributes:
+        shape: (rows, columns), whatever the weight is stored as.
+        format: None, or how it is quantized.
+    """
+
+    def __init__(self, rows: int, columns: int, *, init: Initializer) -> None:
+        self.shape = (rows, columns)
+        self.format: WeightFormat | None = None
+        self.weight = init.normal(rows, columns)
+
+    def matrix(self) -> Weight:
+        """The weight as `jaxpaged_kernels.linear` takes it."""
+        weight = self.weight[...]
+        return weight if self.format is None else QuantizedWeight(weight, self.format, self.shape)
+
+
+class Linear(Matrix):
     """The parameters of y = x W^T + b: `weight` [out, in], and `bias` [out] or None."""
 
     def __init__(self, in_features: int, out_features: int, *, bias: bool, init: Initializer) -> None:
-        self.weight = init.normal(out_features, in_features)
+        super().__init__(out_features, in_features, init=init)
         self.bias = init.zeros(out_features) if bias else None
 
 
-class Embedding(nnx.Module):
+class Embedding(Matrix):
     """`weight` [vocabulary, features].
 
     Ids are the caller's to check. One outside the vocabulary is clipped rather than made NaN, because a NaN that
@@ -53,10 +79,14 @@ class Embedding(nnx.Module):
     """
 
     def __init__(self, num_embeddings: int, features: int, *, init: Initializer) -> None:
-        self.weight = init.normal(num_embeddings, features)
+        super().__init__(num_embeddings, features, init=init)
+        self._dtype = init.dtype
 
     def __call__(self, ids: jax.Array) -> jax.Array:
-        return jnp.take(self.weight[...], ids, axis=0, mode="clip")
+        matrix = self.matrix()
+        if isinstance(matrix, QuantizedWeight):
+            return take_rows(matrix, ids, self._dtype)
+        return jnp.take(matrix, ids, axis=0, mode="clip")
 
 
 class RMSNorm(nnx.Module):

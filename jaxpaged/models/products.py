@@ -8,7 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxpaged.models.layers import Linear, RMSNorm
+from jaxpaged.models.layers import Linear, Matrix, RMSNorm
 from jaxpaged_kernels import linear
 
 
@@ -36,7 +36,7 @@ class Products:
         """x [T, in] through `layers`, one result each; with `norm`, x is normalized first."""
         return linear(
             x,
-            [layer.weight[...] for layer in layers],
+            [layer.matrix() for layer in layers],
             [None if layer.bias is None else layer.bias[...] for layer in layers],
             norm=None if norm is None else norm.weight[...],
             eps=0.0 if norm is None else norm.eps,
@@ -46,9 +46,9 @@ class Products:
             implementation=self.implementation,
         )
 
-    def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
+    def logits(self, hidden: jax.Array, head: Matrix) -> jax.Array:
         """Hidden states [N, E], none of them padding, times the head's weight [V, E] -> [N, V] float32."""
-        (logits,) = linear(hidden, [weight], out_dtype=jnp.float32, implementation=self.implementation)
+        (logits,) = linear(hidden, [head.matrix()], out_dtype=jnp.float32, implementation=self.implementation)
         return logits
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax
@@ -13,6 +16,9 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.weights.catalog import cache_dir
 
 logger = logging.getLogger(__name__)
+
+# The setting is the process's: of two that change it at once, the later would put back what the earlier had set.
+_DISABLING = threading.Lock()
 
 
 def enable_compilation_cache(config: EngineConfig) -> None:
@@ -33,8 +39,30 @@ def enable_compilation_cache(config: EngineConfig) -> None:
             f"cannot make the folder {folder} for compiled programs ({error.strerror or error}); set compilation_cache "
             'to another one, or to "" to keep none'
         ) from error
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    _use(str(folder))
+    logger.debug("compiled programs are kept in %s", folder)
+
+
+def start_folder() -> Path | None:
+    """Where else to keep what makes a start fast: JAX's cache folder. None where there is none, or it is no path."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return Path(folder) if folder and "://" not in folder else None
+
+
+@contextmanager
+def jax_cache_disabled() -> Iterator[None]:
+    """What is compiled meanwhile, by any thread, neither comes from JAX's cache nor goes there. One at a time."""
+    with _DISABLING:
+        folder = jax.config.values["jax_compilation_cache_dir"]
+        _use(None)
+        try:
+            yield
+        finally:
+            _use(folder)
+
+
+def _use(folder: str | None) -> None:
+    jax.config.update("jax_compilation_cache_dir", folder)
     # JAX looks at the setting once, at the first compilation, which may have been before this.
     compilation_cache.reset_cache()
-    logger.debug("compiled programs are kept in %s", folder)

@@ -11,7 +11,8 @@ from pathlib import Path
 def release_free_memory() -> None:
     """Hands memory that malloc keeps for reuse back to the system, where the C library is glibc.
 
-    Compilation frees hundreds of megabytes a thread, in arenas that nothing would use again.
+    Compilation frees hundreds of megabytes a thread, and loading a program tens, in arenas that nothing would use
+    again.
     """
     if sys.platform != "linux":
         return

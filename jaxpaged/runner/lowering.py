@@ -20,6 +20,9 @@ from jaxpaged.runner.pack import Layout
 from jaxpaged.runner.step import StepFunction, Tokens
 from jaxpaged_kernels import best_linear
 
+# Of quantized weights, which are multiplied by activations of the others' dtype.
+_PACKED = jnp.uint8
+
 # A parameter, or its shape and dtype.
 Leaf = jax.Array | jax.ShapeDtypeStruct
 
@@ -56,7 +59,7 @@ class StepLowering:
         """Also the model's leaves: arrays, or shapes for a model of `nnx.eval_shape`."""
         graphdef, state = nnx.split(model)
         leaves, treedef = jax.tree.flatten(state)
-        dtypes = {leaf.dtype for leaf in leaves}
+        dtypes = {leaf.dtype for leaf in leaves if leaf.dtype != _PACKED}
         linear = config.linear or (best_linear() if len(dtypes) == 1 else "xla")
         return cls(model.config, graphdef, treedef, main_dtype(leaves), config, scheduler, linear, vocab_size), leaves
 
@@ -90,7 +93,34 @@ class StepLowering:
             leaves: the model's, as from `of`.
             sharding: where all arguments will be, if that is not where `leaves` are; then `leaves` are shapes.
         """
-        step = StepFunction(
+        arguments = self.arguments(layout, leaves)
+        if sharding is not None:
+            arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+        return jax.jit(self._step(layout), donate_argnums=(1, 2)).lower(*arguments)
+
+    def arguments(self, layout: Layout, leaves: Sequence[Leaf]) -> tuple[Any, ...]:
+        """What the step takes, as shapes but for `leaves`."""
+        blob = jax.ShapeDtypeStruct((layout.size,), np.int32)
+        history, newest = (layout.num_blocks, layout.block_size), (self.scheduler.max_num_seqs,)
+        shapes: Any = [jax.ShapeDtypeStruct(shape, np.int32) for shape in (history, newest)]
+        tokens = Tokens(*shapes)
+        inputs = optional_inputs(layout.program, self.model.vocab_size)
+        optional = {name: jax.ShapeDtypeStruct((blob.size,), np.int32) for name, blob in inputs.items()}
+        return list(leaves), self.pool_shape(layout.num_blocks).abstract(), tokens, blob, optional
+
+    def description(self, layout: Layout, leaves: Sequence[Leaf]) -> str:
+        """All that decides the step's program beside versions, machine and source."""
+        arguments, structure = jax.tree.flatten(self.arguments(layout, leaves))
+        shapes = [(x.shape, str(x.dtype), bool(getattr(x, "weak_type", False))) for x in arguments]
+        others = (layout, self.vocab_size, self.config.max_logprobs, self.config.attention, self.linear)
+        return repr((others, self.config.debug_checks, self._model_description, str(structure), shapes))
+
+    @cached_property
+    def _model_description(self) -> str:
+        return repr(self.graphdef) + str(self.treedef)
+
+    def _step(self, layout: Layout) -> StepFunction:
+        return StepFunction(
             self.graphdef,
             self.treedef,
             layout,
@@ -100,22 +130,12 @@ class StepLowering:
             self.linear,
             self.config.debug_checks,
         )
-        blob = jax.ShapeDtypeStruct((layout.size,), np.int32)
-        history, newest = (layout.num_blocks, layout.block_size), (self.scheduler.max_num_seqs,)
-        shapes: Any = [jax.ShapeDtypeStruct(shape, np.int32) for shape in (history, newest)]
-        tokens = Tokens(*shapes)
-        inputs = optional_inputs(layout.program, self.model.vocab_size)
-        optional = {name: jax.ShapeDtypeStruct((blob.size,), np.int32) for name, blob in inputs.items()}
-        arguments = (leaves, self.pool_shape(layout.num_blocks).abstract(), tokens, blob, optional)
-        if sharding is not None:
-            arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
-        return jax.jit(step, donate_argnums=(1, 2)).lower(*arguments)
 
 
 def main_dtype(leaves: Sequence[Leaf]) -> jnp.dtype:
-    """The dtype that most of the bytes of `leaves` have."""
+    """The dtype that most of the bytes of `leaves` have, quantized weights left aside."""
     sizes: dict[jnp.dtype, int] = {}
-    for leaf in leaves:
+    for leaf in (leaf for leaf in leaves if leaf.dtype != _PACKED):
         sizes[leaf.dtype] = sizes.get(leaf.dtype, 0) + leaf.size * leaf.dtype.itemsize
     return jnp.dtype(max(sizes, key=lambda dtype: sizes[dtype]))
 

@@ -14,6 +14,8 @@ from jaxpaged.runner.host_memory import available_bytes
 logger = logging.getLogger(__name__)
 
 DEFAULT_CPU_POOL = 1 * GIB
+# Of a turn of a chat, prompt and output together: what each row is granted before untouched memory is left alone.
+USUAL_TOKENS = 384
 # Slots are int32, and the number behind the last one marks padding.
 MAX_SLOTS = 2**31 - 1
 
@@ -82,6 +84,17 @@ def pool_blocks(
             "that are left here; lower kv_cache_memory or num_blocks"
         )
     return num_blocks
+
+
+def eager_blocks(config: EngineConfig, device: jax.Device, *, max_num_seqs: int) -> int | None:
+    """Blocks of the pool to be in use before a cached one is evicted, None = all.
+
+    On a CPU the pool takes memory where it is first written. Where nobody has said how much it may be, cached prefixes
+    alone should not fill it: the prefix cache gets what all rows take at a usual length, requests that run all of it.
+    """
+    if device.platform != "cpu" or config.num_blocks is not None or config.kv_cache_memory is not None:
+        return None
+    return max_num_seqs * math.ceil(USUAL_TOKENS / config.block_size)
 
 
 def _left_on_gpu(

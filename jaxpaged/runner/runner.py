@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,23 +14,19 @@ from flax import nnx
 from jaxpaged.config import EngineConfig, SchedulerConfig, format_size
 from jaxpaged.core.plan import PositionLogprobs, StepPlan, StepResult
 from jaxpaged.errors import ConfigError
-from jaxpaged.progress import as_they_finish
 from jaxpaged.runner.buckets import Buckets, Program
+from jaxpaged.runner.compile_cache import start_folder
 from jaxpaged.runner.compile_guard import CompileGuard
-from jaxpaged.runner.host_memory import release_free_memory
 from jaxpaged.runner.kv_cache import KVCache
 from jaxpaged.runner.lowering import StepLowering, temporary_bytes
-from jaxpaged.runner.memory import pool_blocks
+from jaxpaged.runner.memory import eager_blocks, pool_blocks
 from jaxpaged.runner.optional import OptionalInputs
 from jaxpaged.runner.pack import Packed, Packer
 from jaxpaged.runner.pooling import sum_spans
+from jaxpaged.runner.program_store import ProgramStore, is_known
+from jaxpaged.runner.programs import make_programs
 from jaxpaged.runner.step import StepOutputs
 from jaxpaged_kernels import native
-
-logger = logging.getLogger(__name__)
-
-# XLA's compiler runs without the GIL, but each compilation of a large step holds hundreds of megabytes.
-MAX_COMPILE_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +49,7 @@ class Runner:
     Attributes:
         cache: device and host pools.
         num_blocks: blocks of the device pool, the null block included.
+        num_eager_blocks: as in `CacheConfig`.
         num_host_blocks: blocks of the host pool.
         guard: counts compilations since warm-up.
     """
@@ -73,9 +67,6 @@ class Runner:
         self.guard = CompileGuard()
         self._leaves: list[jax.Array]
         self._lowering, self._leaves = StepLowering.of(model, config, scheduler, vocab_size=vocab_size)
-        if self._lowering.linear == "native":
-            # Not those that come later: weights that change with each training step are not worth the move.
-            native.prefer_huge_pages(self._leaves)
         self._config = config
         self._device = next(iter(self._leaves[0].devices()))
         self._programs: dict[Program, jax.stages.Compiled] = {}
@@ -91,6 +82,7 @@ class Runner:
             weights_bytes=self.weights_bytes,
             temporaries_bytes=self._measure_temporaries(),
         )
+        self.num_eager_blocks = eager_blocks(config, self._device, max_num_seqs=scheduler.max_num_seqs)
         self._packers = {p: Packer(self._lowering.layout(p, self.num_blocks)) for p in self.buckets.programs}
         self.num_host_blocks = config.swap_space // shape.bytes_per_block
         if config.swap_space and not self.num_host_blocks:
@@ -98,14 +90,18 @@ class Runner:
                 f"swap_space ({format_size(config.swap_space)}) is smaller than one block "
                 f"({format_size(shape.bytes_per_block)}); raise it"
             )
-        if config.warmup:
-            self._compile_all()
-        self.cache = KVCache(
-            self._lowering.pool_shape(self.num_blocks),
-            self._device,
-            num_host_blocks=self.num_host_blocks,
-            num_rows=scheduler.max_num_seqs,
-        )
+        with ThreadPoolExecutor(1) as thread:
+            if self._lowering.linear == "native":
+                # Not those that come later: weights that change with each training step are not worth the move.
+                thread.submit(native.prefer_huge_pages, self._leaves)
+            if config.warmup:
+                self._make_all(model)
+            self.cache = KVCache(
+                self._lowering.pool_shape(self.num_blocks),
+                self._device,
+                num_host_blocks=self.num_host_blocks,
+                num_rows=scheduler.max_num_seqs,
+            )
         if config.warmup:
             self._run_all()
         self.guard.reset()
@@ -232,17 +228,16 @@ class Runner:
         layout = self._lowering.layout(self.buckets.mixed[-1], self._lowering.max_blocks + 1)
         return temporary_bytes(self._lowering.lower(layout, self._leaves).compile())
 
-    def _compile_all(self) -> None:
-        """Traces in sequence (the GIL), compiles in threads (XLA's work), largest first."""
-        start = time.perf_counter()
-        programs = sorted(self.buckets.programs, key=lambda p: p.num_tokens, reverse=True)
-        logger.info("compiling %d programs; a later start takes them from the cache", len(programs))
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, MAX_COMPILE_THREADS)) as threads:
-            futures = {threads.submit(self._lower(p).compile): p for p in programs}
-            for future in as_they_finish(futures, "Compiling"):
-                self._programs[futures[future]] = future.result()
-        release_free_memory()
-        logger.info("compiled %d programs in %.1f s", len(programs), time.perf_counter() - start)
+    def _make_all(self, model: nnx.Module) -> None:
+        layouts = {program: packer.layout for program, packer in self._packers.items()}
+        self._programs = make_programs(self._lowering, layouts, self._leaves, self._store(model))
+
+    def _store(self, model: nnx.Module) -> ProgramStore | None:
+        """On a GPU there is none: a stored program does not register the kernels that it calls, lowering does."""
+        folder = start_folder()
+        if folder is None or self._device.platform != "cpu" or not is_known(model):
+            return None
+        return ProgramStore(folder / "programs", self._device)
 
     def _run_all(self) -> None:
         """Runs every program on an empty batch: the first call of a program is slower than the next."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -35,6 +36,7 @@ from jaxpaged.server.responses import (
     FunctionCall,
     ToolCall,
 )
+from jaxpaged.server.sse import Event
 from jaxpaged.server.state import STATE, ServerState
 from jaxpaged.server.tools.answer_format import AnswerFormat, answer_format, call_format
 
@@ -187,26 +189,38 @@ class _ChatStream(ChunkMaker[ChatChunk]):
         self._chat = chat
         self._started = False
 
-    def chunks(self, _prompt: int, output: RequestOutput) -> Iterator[ChatChunk]:
+    def chunks(self, _prompt: int, output: RequestOutput) -> Iterator[Event]:
         if not self._started:
             self._started = True
             yield from self._role_chunks()
         for o in output.outputs:
-            reply = self._replies[o.index]
-            choice = ChatChunkChoice(
-                index=o.index,
-                delta=reply.take(o.text, finished=o.finished),
-                logprobs=_logprobs(self._body, o, self._chat.params),
-                finish_reason=None,
-            )
-            if o.finish_reason is not None:
-                choice.finish_reason = reply.finish_reason(o.finish_reason)
-                choice.stop_reason = o.stop_reason
-            if self._body.return_token_ids:
-                choice.token_ids = o.token_ids
+            delta = self._replies[o.index].take(o.text, finished=o.finished)
+            field = _only_text(delta)
+            if field is not None and self._tells_text_only(o) and not self._body.return_token_ids:
+                make = partial(self._with_text, o, field)
+                yield self._text_chunk((o.index, field), getattr(delta, field), make)
             # What is held back needs no chunk of its own, unless it would tell something else.
-            if choice.delta.model_fields_set or o.finished or choice.logprobs or choice.token_ids:
-                yield self._chunk([choice])
+            elif (
+                delta.model_fields_set
+                or o.finished
+                or o.logprobs is not None
+                or (self._body.return_token_ids and o.token_ids)
+            ):
+                yield self._choice_chunk(o, delta)
+
+    def _with_text(self, o: CompletionOutput, field: str, text: str) -> ChatChunk:
+        return self._choice_chunk(o, Delta.model_validate({field: text}))
+
+    def _choice_chunk(self, o: CompletionOutput, delta: Delta) -> ChatChunk:
+        choice = ChatChunkChoice(
+            index=o.index, delta=delta, logprobs=_logprobs(self._body, o, self._chat.params), finish_reason=None
+        )
+        if o.finish_reason is not None:
+            choice.finish_reason = self._replies[o.index].finish_reason(o.finish_reason)
+            choice.stop_reason = o.stop_reason
+        if self._body.return_token_ids:
+            choice.token_ids = o.token_ids
+        return self._chunk([choice])
 
     def _role_chunks(self) -> Iterator[ChatChunk]:
         role = self._state.config.response_role
@@ -218,3 +232,12 @@ class _ChatStream(ChunkMaker[ChatChunk]):
             if self._body.return_prompt_text:
                 chunk.prompt_text = _prompt_text(self._state, self._generation, self._chat)
             yield chunk
+
+
+def _only_text(delta: Delta) -> str | None:
+    """The field of a delta that has one, and that a text; None for others."""
+    fields = delta.model_fields_set
+    if len(fields) != 1:
+        return None
+    [field] = fields
+    return field if field in ("content", "reasoning") else None

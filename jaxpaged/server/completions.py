@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -31,6 +33,7 @@ from jaxpaged.server.responses import (
     CompletionChunkChoice,
     CompletionLogprobs,
 )
+from jaxpaged.server.sse import Event
 from jaxpaged.server.state import STATE, ServerState
 
 Choice = TypeVar("Choice", CompletionChoice, CompletionChunkChoice)
@@ -117,13 +120,16 @@ class _ChoiceMaker:
         self._prompt_steps: dict[int, list[TokenLogprobs | None]] = {}
         self._offsets: dict[int, TextOffsets] = {}
 
-    def choices(self, kind: type[Choice], prompt_index: int, output: RequestOutput) -> Iterator[Choice]:
+    def note_prompt(self, prompt_index: int, output: RequestOutput) -> None:
+        """Takes what `output` says of its prompt; before its choices are made."""
         if output.prompt_logprobs is not None:
             self._prompt_steps[prompt_index] = output.prompt_logprobs
-        for o in output.outputs:
-            yield self._choice(kind, prompt_index, o)
 
-    def _choice(self, kind: type[Choice], prompt_index: int, o: CompletionOutput) -> Choice:
+    def is_begun(self, prompt_index: int, output: CompletionOutput) -> bool:
+        """Whether a choice has been told of already: the first time there is more to tell."""
+        return prompt_index * self._generation.n + output.index in self._offsets
+
+    def choice(self, kind: type[Choice], prompt_index: int, o: CompletionOutput) -> Choice:
         body = self._body
         prompt: list[int] = self._generation.prompts[prompt_index]
         index = prompt_index * self._generation.n + o.index
@@ -170,11 +176,15 @@ class _ChoiceMaker:
 def _completion(
     state: ServerState, generation: Generation, outputs: list[RequestOutput], maker: _ChoiceMaker
 ) -> Completion:
+    choices = []
+    for prompt_index, output in enumerate(outputs):
+        maker.note_prompt(prompt_index, output)
+        choices += [maker.choice(CompletionChoice, prompt_index, o) for o in output.outputs]
     return Completion(
         id=generation.id,
         created=generation.created,
         model=generation.model,
-        choices=[c for i, output in enumerate(outputs) for c in maker.choices(CompletionChoice, i, output)],
+        choices=choices,
         usage=generation.usage,
         system_fingerprint=state.system_fingerprint,
     )
@@ -191,7 +201,19 @@ class _CompletionStream(ChunkMaker[CompletionChunk]):
     ) -> None:
         super().__init__(state, generation, body.stream_options)
         self._choices = choices
+        self._return_token_ids = bool(body.return_token_ids)
 
-    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[CompletionChunk]:
-        for choice in self._choices.choices(CompletionChunkChoice, prompt_index, output):
-            yield self._chunk([choice])
+    def chunks(self, prompt_index: int, output: RequestOutput) -> Iterator[Event]:
+        self._choices.note_prompt(prompt_index, output)
+        for o in output.outputs:
+            if self._tells_text_only(o) and not self._return_token_ids and self._choices.is_begun(prompt_index, o):
+                make = partial(self._with_text, prompt_index, o)
+                yield self._text_chunk((prompt_index, o.index), o.text, make)
+            else:
+                yield self._choice_chunk(prompt_index, o)
+
+    def _with_text(self, prompt_index: int, output: CompletionOutput, text: str) -> CompletionChunk:
+        return self._choice_chunk(prompt_index, replace(output, text=text))
+
+    def _choice_chunk(self, prompt_index: int, output: CompletionOutput) -> CompletionChunk:
+        return self._chunk([self._choices.choice(CompletionChunkChoice, prompt_index, output)])

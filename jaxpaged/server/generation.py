@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from types import MappingProxyType
 from typing import Any, Generic, Protocol, TypeVar
@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from jaxpaged.engine.request_stream import EngineRequest, RequestStream
 from jaxpaged.errors import InvalidRequestError
-from jaxpaged.outputs import RequestOutput
+from jaxpaged.outputs import CompletionOutput, RequestOutput
 from jaxpaged.request import SamplingParams
 from jaxpaged.server.errors import ApiError, error_response, internal_error, renamed, to_api_error
 from jaxpaged.server.intervals import Intervals
@@ -22,7 +22,7 @@ from jaxpaged.server.metrics import RequestObserver
 from jaxpaged.server.params import request_priority, truncate
 from jaxpaged.server.protocol import GenerationRequest, PromptFields, StreamOptions
 from jaxpaged.server.responses import ChatChunk, CompletionChunk, Usage
-from jaxpaged.server.sse import EventStream
+from jaxpaged.server.sse import Event, EventStream, TextFrame
 from jaxpaged.server.state import ServerState, clean_header, random_id
 from jaxpaged.structured_outputs import GRAMMAR_ERROR
 
@@ -76,13 +76,34 @@ class Generation:
         """Prompt tokens that came from the prefix cache, as far as that is known."""
         return sum(self._cached_tokens.values())
 
+    async def batches(
+        self, consumer: Callable[[Iterator[tuple[int, RequestOutput]]], bool] | None = None
+    ) -> AsyncIterator[Iterator[tuple[int, RequestOutput]]]:
+        """Outputs that came together, each with the index of its prompt; to be read to the end before the next.
+
+        Args:
+            consumer: is given them first, as soon as they come, and returns whether it has read them.
+
+        Raises:
+            ApiError: also while they are read: a request failed inside the engine.
+        """
+        if consumer is not None:
+            self._stream.hand_to(lambda outputs: consumer(self._read(outputs)))
+        while outputs := await self._stream.take():
+            yield self._read(outputs)
+
     async def outputs(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         """Each output with the index of its prompt.
 
         Raises:
             ApiError: a request failed inside the engine.
         """
-        async for output in self._stream:
+        async for batch in self.batches():
+            for pair in batch:
+                yield pair
+
+    def _read(self, outputs: list[RequestOutput]) -> Iterator[tuple[int, RequestOutput]]:
+        for output in outputs:
             self._observer.update(output)
             self._completion_tokens += sum(len(o.token_ids) for o in output.outputs)
             self._cached_tokens[output.request_id] = output.num_cached_tokens
@@ -118,11 +139,13 @@ class ChunkMaker(Generic[Chunk]):
         self._state = state
         self._generation = generation
         self._options = options or StreamOptions()
+        self._shows_usage = bool(self._options.include_usage and self._options.continuous_usage_stats)
+        self._frames: dict[Hashable, TextFrame] = {}
 
-    def first(self) -> Iterable[Chunk]:
+    def first(self) -> Iterable[Event]:
         return ()
 
-    async def last(self) -> Iterable[Chunk]:
+    async def last(self) -> Iterable[Event]:
         """The chunk with the whole usage, if the client wants it."""
         if not self._options.include_usage:
             return []
@@ -130,8 +153,23 @@ class ChunkMaker(Generic[Chunk]):
         chunk.usage = self._generation.usage
         return [chunk]
 
-    def failed(self, error: ApiError) -> Iterable[BaseModel]:
+    def failed(self, error: ApiError) -> Iterable[Event]:
         return [error_response(error)]
+
+    def _tells_text_only(self, output: CompletionOutput) -> bool:
+        """Whether a chunk differs in its text only from others of its choice; most are like that."""
+        return output.finish_reason is None and output.logprobs is None and not self._shows_usage
+
+    def _text_chunk(self, kind: Hashable, text: str, make: Callable[[str], Chunk]) -> str:
+        """The chunk that `make` makes of a text, as JSON.
+
+        Args:
+            kind: of chunk; those of one kind differ in their texts only.
+        """
+        frame = self._frames.get(kind)
+        if frame is None:
+            frame = self._frames[kind] = TextFrame(make)
+        return frame.fill(text)
 
     def _chunk(self, choices: list[Any]) -> Chunk:
         generation = self._generation
@@ -143,7 +181,7 @@ class ChunkMaker(Generic[Chunk]):
             choices=choices,
             system_fingerprint=self._state.system_fingerprint,
         )
-        if self._options.include_usage and self._options.continuous_usage_stats:
+        if self._shows_usage:
             chunk.usage = generation.usage
         return chunk
 
@@ -191,16 +229,16 @@ def answer_id(request: web.Request, body: PromptFields, prefix: str) -> str:
 class AnswerEvents(Protocol):
     """What a streamed answer consists of."""
 
-    def first(self) -> Iterable[BaseModel]:
+    def first(self) -> Iterable[Event]:
         """Events before there is any output."""
 
-    def chunks(self, prompt_index: int, output: RequestOutput, /) -> Iterable[BaseModel]:
+    def chunks(self, prompt_index: int, output: RequestOutput, /) -> Iterable[Event]:
         """Events that an output makes."""
 
-    async def last(self) -> Iterable[BaseModel]:
+    async def last(self) -> Iterable[Event]:
         """Events after all output."""
 
-    def failed(self, error: ApiError) -> Iterable[BaseModel]:
+    def failed(self, error: ApiError) -> Iterable[Event]:
         """Events instead of the rest."""
 
 
@@ -213,16 +251,30 @@ async def stream_events(
         named: as of `EventStream`.
     """
     events = EventStream(named=named)
+
+    def send_at_once(batch: Iterable[tuple[int, RequestOutput]]) -> bool:
+        if not events.is_clear:
+            return False
+        for index, output in batch:
+            events.add(answer.chunks(index, output))
+        events.flush_at_once()
+        return True
+
     await events.open(request)
     try:
-        await events.send(answer.first())
-        async for index, output in generation.outputs():
-            await events.send(answer.chunks(index, output))
-        await events.send(await answer.last())
+        events.add(answer.first())
+        await events.flush()
+        async for batch in generation.batches(send_at_once):
+            for index, output in batch:
+                events.add(answer.chunks(index, output))
+                if events.is_full:
+                    await events.flush()
+            await events.flush()
+        events.add(await answer.last())
     except ConnectionError:
         raise  # the client has gone
     except Exception as error:
-        await events.send(answer.failed(told_error(error)))
+        events.add(answer.failed(told_error(error)))
     await events.close()
     return events.response
 

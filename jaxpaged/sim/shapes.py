@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from jaxpaged.capacity import kv_bytes_per_token
 from jaxpaged.config import ModelConfig
 from jaxpaged.errors import ConfigError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+# Of quantized weights: 32 values and their scale.
+_BLOCK = 32
+_BLOCK_BYTES = {"q8_0": 34, "q4_0": 18}
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,11 @@ class ModelShape:
         matmul_params: those that every token is multiplied with in the layers (two operations each).
         head_params: of the output layer, which only tokens that are drawn from pass through.
         attention_width: query heads times head size.
-        dtype_bytes: of a weight.
+        dtype_bytes: of a weight that is not quantized.
         kv_token_bytes: K and V of a token over all layers.
+        saved_layer_bytes: that the layers' matrices take less by quantization.
+        saved_head_bytes: the same of the output layer.
+        saved_embedding_bytes: the same of the embedding, where it is another one.
     """
 
     name: str
@@ -35,15 +42,20 @@ class ModelShape:
     dtype_bytes: int
     kv_token_bytes: int
     max_position_embeddings: int = 2048
+    saved_layer_bytes: int = 0
+    saved_head_bytes: int = 0
+    saved_embedding_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
-        return self.params * self.dtype_bytes
+        saved = self.saved_layer_bytes + self.saved_head_bytes + self.saved_embedding_bytes
+        return self.params * self.dtype_bytes - saved
 
     @property
     def step_weights_bytes(self) -> int:
         """Bytes of weights that a step reads: of the embedding table only a few rows, unless it is the output layer."""
-        return (self.matmul_params + self.head_params) * self.dtype_bytes
+        dense = (self.matmul_params + self.head_params) * self.dtype_bytes
+        return dense - self.saved_layer_bytes - self.saved_head_bytes
 
     @classmethod
     def of(
@@ -52,6 +64,7 @@ class ModelShape:
         *,
         name: str = "",
         dtype: str = "auto",
+        quantization: str = "none",
         kv_dtype_bytes: int = 0,
         kv_scale_bytes: int = 0,
     ) -> ModelShape:
@@ -59,6 +72,7 @@ class ModelShape:
 
         Args:
             dtype: of weights and activations; "auto" is the model's own.
+            quantization: "q8_0" or "q4_0" (see `EngineConfig`) of weights that are multiplied as they are, or "none".
             kv_dtype_bytes: of a value in the pool; 0 = as the activations.
             kv_scale_bytes: of the scale of each head's K and V in a quantized pool.
 
@@ -75,6 +89,12 @@ class ModelShape:
         biases += (2 * config.intermediate_size + hidden) * config.mlp_bias
         norms = 2 * hidden + 2 * head * config.qk_norm
         table = config.vocab_size * hidden
+        saved_by = partial(_saved_bytes, dtype_bytes=DTYPE_BYTES[chosen])
+        matrices = [(query + 2 * key, hidden), (hidden, query), (2 * config.intermediate_size, hidden)]
+        matrices.append((hidden, config.intermediate_size))
+        saved_layer = sum(saved_by(outputs, inputs, quantization) for outputs, inputs in matrices)
+        # The tables have 8 bits whatever the layers have.
+        saved_table = saved_by(config.vocab_size, hidden, "none" if quantization == "none" else "q8_0")
         return cls(
             name=name or config.architecture,
             num_layers=config.num_layers,
@@ -95,7 +115,17 @@ class ModelShape:
                 scale_bytes=kv_scale_bytes,
             ),
             max_position_embeddings=config.max_position_embeddings,
+            saved_layer_bytes=config.num_layers * saved_layer,
+            saved_head_bytes=saved_table,
+            saved_embedding_bytes=0 if config.tie_word_embeddings else saved_table,
         )
+
+
+def _saved_bytes(outputs: int, inputs: int, quantization: str, *, dtype_bytes: int) -> int:
+    """Of a matrix; one whose inputs are no whole blocks stays as it is."""
+    if quantization == "none" or inputs % _BLOCK:
+        return 0
+    return outputs * inputs * dtype_bytes - outputs * (inputs // _BLOCK) * _BLOCK_BYTES[quantization]
 
 
 def opt_shape(name: str, layers: int, hidden: int) -> ModelShape:

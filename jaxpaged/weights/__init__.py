@@ -6,6 +6,7 @@ from jaxpaged.weights.dummy import dummy_model
 from jaxpaged.weights.files import ModelFiles, resolve
 from jaxpaged.weights.generation import GenerationConfig
 from jaxpaged.weights.loader import load_config, load_generation_config, load_model, load_tokenizer
+from jaxpaged.weights.quantization import quantize_model
 from jaxpaged.weights.tokenizer import has_tokenizer
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "pull",
+    "quantize_model",
     "resolve",
 ]

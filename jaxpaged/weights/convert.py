@@ -17,11 +17,10 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxpaged.config import format_size
 from jaxpaged.errors import ConvertError, ModelLoadError
-from jaxpaged.weights.checkpoint import LazyTensor, save
 from jaxpaged.weights.files import MARKER, PARTIAL, WEIGHTS, ModelFiles, resolve
 from jaxpaged.weights.loader import (
     abstract_model,
@@ -34,6 +33,9 @@ from jaxpaged.weights.loader import (
 from jaxpaged.weights.marker import Marker
 from jaxpaged.weights.names import check_tensors, parameters
 from jaxpaged.weights.reader import TensorReader, dtype_of, stored_shapes
+
+if TYPE_CHECKING:
+    from jaxpaged.weights.checkpoint import LazyTensor
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -87,6 +89,8 @@ def convert(
     with _finished_folder(dst, sum(map(prod, shapes.values())) * dtype_of(name).itemsize) as folder:
         _write_companions(files, folder, name)
         with _progress_bar(len(shapes), dst.name, shown=progress) as advance:
+            from jaxpaged.weights.checkpoint import save
+
             save(folder / WEIGHTS, _lazy_tensors(reader, marker, advance))
         (folder / MARKER).write_text(marker.to_json())
     return dst
@@ -105,6 +109,8 @@ def _check_destination(dst: Path, overwrite: bool) -> None:
 
 
 def _lazy_tensors(reader: TensorReader, marker: Marker, advance: Callable[[], None]) -> dict[str, LazyTensor]:
+    from jaxpaged.weights.checkpoint import LazyTensor
+
     dtype = dtype_of(marker.dtype)
 
     def lazy(name: str, shape: tuple[int, ...]) -> LazyTensor:

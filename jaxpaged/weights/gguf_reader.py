@@ -1,4 +1,4 @@
-"""GGUF tensors under their Hugging Face names, dequantized a group of rows at a time."""
+"""GGUF tensors under their Hugging Face names, as they are or dequantized a group of rows at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import numpy as np
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.weights.gguf_file import GGUFFile, GGUFTensor
 from jaxpaged.weights.reader import DTYPES, cast
+from jaxpaged_kernels import pack_blocks, quantize_weight
+from jaxpaged_kernels.quantized import BLOCK_INPUTS, WeightFormat
 
 # Values dequantized at once: bounds the float32 temporaries whatever the size of the tensor.
 _CHUNK_VALUES = 4 << 20
@@ -19,6 +21,8 @@ _PLAIN = {
     gguf.GGMLQuantizationType.F16: DTYPES["float16"],
     gguf.GGMLQuantizationType.BF16: DTYPES["bfloat16"],
 }
+# Q8_0 and Q4_0 begin each block with its scale.
+_SCALE_BYTES = 2
 _NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -67,17 +71,32 @@ class GGUFReader:
         return _PLAIN.get(self._tensor(name).type, DTYPES["bfloat16"])
 
     def read(self, name: str, dtype: np.dtype | None = None) -> np.ndarray:
-        array = read_tensor(self._file, self._gguf_names[name], dtype or self.dtype(name))
-        if self._interleaved and (match := re.search(r"\.self_attn\.([qk])_proj\.", name)):
-            return self._halves_together(name, array, match[1])
-        return array
+        return self._halves_together(name, read_tensor(self._file, self._gguf_names[name], dtype or self.dtype(name)))
 
-    def _halves_together(self, name: str, array: np.ndarray, which: str) -> np.ndarray:
-        """Undo the reordering of rows that llama.cpp's rotary embedding wants for the architecture "llama".
+    def quantized_as(self, name: str) -> str | None:
+        kind = self._tensor(name).type
+        return None if kind in _PLAIN else kind.name.lower()
+
+    def read_packed(self, name: str, format: WeightFormat) -> np.ndarray:
+        if self.quantized_as(name) != format:
+            return quantize_weight(
+                self.read(name, None if self.quantized_as(name) is None else DTYPES["float32"]), format
+            )
+        num_outputs, size = self.shape(name)
+        raw = read_bytes(self._file, self._gguf_names[name]).reshape(num_outputs, size // BLOCK_INPUTS, -1)
+        blocks = self._halves_together(name, raw)
+        scales = np.ascontiguousarray(blocks[..., :_SCALE_BYTES]).view(np.float16)[..., 0]
+        return pack_blocks(scales, blocks[..., _SCALE_BYTES:], format)
+
+    def _halves_together(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Undo the reordering of rows of q and k that llama.cpp's rotary embedding wants for the architecture "llama".
 
         A head's rows lie there as (0, D/2, 1, D/2 + 1, ...); Hugging Face has (0, 1, ..., D - 1).
         """
-        key = "llama.attention.head_count" + ("" if which == "q" else "_kv")
+        match = re.search(r"\.self_attn\.([qk])_proj\.", name)
+        if match is None or not self._interleaved:
+            return array
+        key = "llama.attention.head_count" + ("" if match[1] == "q" else "_kv")
         metadata = self._file.metadata
         heads = metadata.get(key, metadata.get("llama.attention.head_count"))
         if not isinstance(heads, int) or heads < 1 or array.shape[0] % (2 * heads):
@@ -110,6 +129,19 @@ def read_tensor(file: GGUFFile, gguf_name: str, dtype: np.dtype) -> np.ndarray:
                 raise ModelLoadError(f"{file.path} ends within tensor {gguf_name!r}; download it again")
             part[...] = cast(_decode(file, gguf_name, raw.reshape(len(part), row_bytes)), dtype)
     return out
+
+
+def read_bytes(file: GGUFFile, gguf_name: str) -> np.ndarray:
+    """The bytes of one tensor as they are stored.
+
+    Raises:
+        ModelLoadError: a file that got shorter.
+    """
+    tensor = file.tensors[gguf_name]
+    raw = np.fromfile(file.path, np.uint8, count=tensor.num_bytes, offset=tensor.offset)
+    if raw.size < tensor.num_bytes:
+        raise ModelLoadError(f"{file.path} ends within tensor {gguf_name!r}; download it again")
+    return raw
 
 
 def _decode(file: GGUFFile, gguf_name: str, raw: np.ndarray) -> np.ndarray:

@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.weights.reader import DTYPES, cast
+from jaxpaged_kernels import quantize_weight
+from jaxpaged_kernels.quantized import WeightFormat
 
 
 class PytorchReader:
@@ -58,3 +60,9 @@ class PytorchReader:
         else:
             array = tensor.numpy()
         return np.array(cast(array, dtype or stored))
+
+    def quantized_as(self, name: str) -> str | None:
+        return None
+
+    def read_packed(self, name: str, format: WeightFormat) -> np.ndarray:
+        return quantize_weight(self.read(name), format)

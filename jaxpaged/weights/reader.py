@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxpaged.errors import ModelLoadError
+from jaxpaged_kernels.quantized import WeightFormat
 
 DTYPES: dict[str, np.dtype] = {
     "float32": np.dtype(np.float32),
@@ -35,6 +36,16 @@ class TensorReader(Protocol):
 
         Raises:
             ModelLoadError: the file is damaged or can no longer be read.
+        """
+
+    def quantized_as(self, name: str) -> str | None:
+        """Lower-case name of the block format that a tensor is stored in; None where it is plain."""
+
+    def read_packed(self, name: str, format: WeightFormat) -> np.ndarray:
+        """A matrix packed as `jaxpaged_kernels.quantized` says: as it is stored, or rounded to `format`.
+
+        Raises:
+            ModelLoadError: see `read`.
         """
 
 

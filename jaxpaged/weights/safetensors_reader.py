@@ -11,6 +11,8 @@ from safetensors import SafetensorError, safe_open
 
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.weights.reader import cast
+from jaxpaged_kernels import quantize_weight
+from jaxpaged_kernels.quantized import WeightFormat
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {
@@ -55,6 +57,12 @@ class SafetensorsReader:
         except (OSError, SafetensorError) as error:
             raise ModelLoadError(f"cannot read {name!r} from {path}: {error}") from error
         return cast(array, dtype or self._dtypes[name])
+
+    def quantized_as(self, name: str) -> str | None:
+        return None
+
+    def read_packed(self, name: str, format: WeightFormat) -> np.ndarray:
+        return quantize_weight(self.read(name), format)
 
     def _open(self, path: Path) -> None:
         try:

@@ -11,16 +11,19 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxpaged_kernels import native
+from jaxpaged_kernels.quantized import WEIGHT_FORMATS, QuantizedWeight, dequantize_weight, packed_shape
 from jaxpaged_kernels.target import current_target
 
 LINEAR_IMPLEMENTATIONS = ("native", "xla")
 _DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _MAX_WEIGHTS = 3
 
+Weight = jax.Array | QuantizedWeight
+
 
 def linear(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     biases: Sequence[jax.Array | None] | None = None,
     *,
     norm: jax.Array | None = None,
@@ -35,7 +38,7 @@ def linear(
 
     Args:
         x: [T, in] float32, bfloat16 or float16.
-        weights: arrays [out_i, in] of x's dtype.
+        weights: arrays [out_i, in] of x's dtype, or quantized ones.
         biases: [out_i] or None for each weight; None = no biases.
         norm: [in]; x is RMS-normalized (see `rms_norm`) and scaled by it first.
         eps: of the norm.
@@ -45,7 +48,10 @@ def linear(
         num_tokens: int32 scalar; rows from there on are padding: "native" does not compute them, and leaves the results
             there uninitialized. None = T.
         implementation: "xla" runs everywhere and can be differentiated; "native" is for CPUs: there it multiplies
-            weights where they are, and a token's result does not depend on how many tokens there are.
+            weights where they are, and a token's result does not depend on how many tokens there are. By a quantized
+            weight "xla" multiplies x as if it were dense, rounded to x's dtype. "native" rounds x (normalized, in
+            float32) instead: each block of 32 values to 8 bits of its largest magnitude / 127. The products of a block
+            add up exactly in integers, the blocks in float32.
 
     Returns:
         Arrays [T, out_i], or one.
@@ -63,7 +69,11 @@ def linear(
     if implementation == "xla" or x.size == 0:
         return _xla(x, weights, biases, norm, eps, residual, dtype, swiglu)
     count = jnp.asarray(len(x) if num_tokens is None else num_tokens, jnp.int32)
-    return _native(x, count, weights, biases, norm, eps, residual, dtype, swiglu)
+    if len({isinstance(weight, QuantizedWeight) for weight in weights}) == 1:
+        return _native(x, count, weights, biases, norm, eps, residual, dtype, swiglu)
+    # Some are quantized and some are not: one by one.
+    outs = [_native(x, count, [w], [b], norm, eps, None, dtype, False)[0] for w, b in zip(weights, biases, strict=True)]
+    return (jax.nn.silu(outs[0]) * outs[1],) if swiglu else tuple(outs)
 
 
 def best_linear() -> str:
@@ -95,7 +105,7 @@ def matmul_transposed(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 def _xla(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     biases: Sequence[jax.Array | None],
     norm: jax.Array | None,
     eps: float,
@@ -104,7 +114,8 @@ def _xla(
     swiglu: bool,
 ) -> tuple[jax.Array, ...]:
     h = x if norm is None else rms_norm(x, norm, eps)
-    products = [matmul_transposed(h, weight) for weight in weights]
+    dense = [dequantize_weight(w, x.dtype) if isinstance(w, QuantizedWeight) else w for w in weights]
+    products = [matmul_transposed(h, weight) for weight in dense]
     ys = [y if b is None else y + b.astype(jnp.float32) for y, b in zip(products, biases, strict=True)]
     outs = [y.astype(out_dtype) for y in ys]
     if swiglu:
@@ -115,7 +126,7 @@ def _xla(
 def _native(
     x: jax.Array,
     num_tokens: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     biases: Sequence[jax.Array | None],
     norm: jax.Array | None,
     eps: float,
@@ -133,9 +144,10 @@ def _native(
     outs = call(
         x,
         num_tokens,
-        *weights,
+        *(weight.packed if isinstance(weight, QuantizedWeight) else weight for weight in weights),
         *optional,
         num_parts=len(weights),
+        formats=sum(_format_code(weight) << (4 * i) for i, weight in enumerate(weights)),
         biases=sum(1 << i for i, bias in enumerate(biases) if bias is not None),
         norm=norm is not None,
         residual=residual is not None,
@@ -145,9 +157,14 @@ def _native(
     return tuple(outs)
 
 
+def _format_code(weight: Weight) -> int:
+    """As `Format` of csrc/linear_args.h counts."""
+    return 1 + WEIGHT_FORMATS.index(weight.format) if isinstance(weight, QuantizedWeight) else 0
+
+
 def _check(
     x: jax.Array,
-    weights: Sequence[jax.Array],
+    weights: Sequence[Weight],
     biases: Sequence[jax.Array | None],
     norm: jax.Array | None,
     residual: jax.Array | None,
@@ -163,7 +180,12 @@ def _check(
         raise ValueError(f"swiglu takes two weights of one shape, not {[list(w.shape) for w in weights]}")
     if residual is not None and (len(weights) != 1 or swiglu):
         raise ValueError("a residual goes with exactly one weight")
-    expected: list[tuple[str, jax.Array, tuple[int, ...]]] = [("weight", w, (w.shape[0], x.shape[1])) for w in weights]
+    expected: list[tuple[str, jax.Array, tuple[int, ...]]] = []
+    for w in weights:
+        if isinstance(w, QuantizedWeight):
+            _check_quantized(w, x)
+        else:
+            expected.append(("weight", w, (w.shape[0], x.shape[1])))
     expected += [("bias", b, w.shape[:1]) for w, b in zip(weights, biases, strict=True) if b is not None]
     expected += [("norm", norm, x.shape[1:])] if norm is not None else []
     expected += [("residual", residual, (x.shape[0], weights[0].shape[0]))] if residual is not None else []
@@ -175,3 +197,14 @@ def _check(
             )
     if out_dtype not in (x.dtype, jnp.float32):
         raise ValueError(f"out_dtype is {out_dtype}, but must be {x.dtype} or float32")
+
+
+def _check_quantized(weight: QuantizedWeight, x: jax.Array) -> None:
+    if weight.shape[1] != x.shape[1]:
+        raise ValueError(f"weight is {weight.format}{list(weight.shape)}, but x has {x.shape[1]} values a token")
+    expected = packed_shape(weight.format, weight.shape)
+    if weight.packed.shape != expected or weight.packed.dtype != jnp.uint8:
+        raise ValueError(
+            f"the packed bytes of a weight {weight.format}{list(weight.shape)} are "
+            f"{weight.packed.dtype}{list(weight.packed.shape)}, but must be uint8{list(expected)}"
+        )

@@ -13,10 +13,10 @@ import jax
 LIBRARY = Path(__file__).with_name("_native.so")
 
 # Versions of the kernels in the library, the best last; of these the processor's best one runs.
-INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512_bf16")
+INSTRUCTION_SETS = ("generic", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 
 # Of the handlers' arguments; csrc/kernels.cc has the same number.
-_INTERFACE = 1
+_INTERFACE = 2
 
 # Bytes between arrays that were allocated one after the other.
 _MAX_GAP = 1 << 16

@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import sys
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from bench.bench_scripts import load_script
 
-
-def load_bench() -> ModuleType:
-    path = Path(__file__).parents[2] / "bench" / "serve.py"
-    spec = importlib.util.spec_from_file_location("bench_serve", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_bench()
+bench = load_script("serve")
+http = sys.modules["http_client"]
 
 
 def chunk(text: str = "", finish: str | None = None) -> str:
@@ -131,9 +120,9 @@ async def test_distributions_equal_numpy_over_the_requests_that_succeeded(server
     server.fail = {str([7, 1]): "status", str([7, 2]): "cut", str([7, 3]): "event"}
     args = bench.parse_args(["--model", "fake"])
     loads = [bench.Workload(bench.request_body(args, {"prompt": p}, 4), 2, 4) for p in prompts]
-    async with aiohttp.ClientSession() as session:
-        url = str(server.server.make_url("/v1/completions"))
-        results, duration, most = await bench.send_all(session, url, loads, [0.0] * 8, None, lambda done: None)
+    url = str(server.server.make_url("/v1/completions"))
+    client = http.HTTPClient(timeout_s=60.0)
+    results, duration, most = await bench.send_all(client, url, loads, [0.0] * 8, None, lambda done: None)
     summary = bench.report(results, duration, most)
     assert (summary["completed"], summary["failed"]) == (5, 3)
     assert [bool(r.error) for r in results] == [False, True, True, True, False, False, False, False]
@@ -190,6 +179,70 @@ def test_times_come_from_the_moments_of_the_events() -> None:
     reader.end()
     assert (result.ttft, result.itls, result.latency) == (1.0, [0.25], 2.5)
     assert result.success and result.output_len == 2
+
+
+def test_events_are_found_wherever_the_bytes_were_cut() -> None:
+    body = b': ping\n\ndata: {"a": 1}\r\n\r\nevent: x\ndata:{"b":\n\ndata: [DONE]\n\n'
+    for cut in range(len(body)):
+        found = list(bench.server_sent_events([(1.0, body[:cut]), (2.0, body[cut:])]))
+        assert [data for data, _ in found] == [b'{"a": 1}', b'{"b":']
+        lines = [body.index(b"1}\r\n") + 4, body.index(b'"b":\n') + 5]
+        assert [moment for _, moment in found] == [1.0 if cut >= end else 2.0 for end in lines]
+
+
+@pytest.mark.parametrize("num_cuts", [1, 2, 7])
+def test_answers_are_put_together_wherever_the_bytes_were_cut(num_cuts: int) -> None:
+    rng = np.random.default_rng(num_cuts)
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    chunks = [b"data: 1\n\n", b"0\r\n\r\n", bytes(range(256)) * 3, b"x"]
+    frames = [b"%x%s\r\n%s\r\n" % (len(c), ext, c) for c, ext in zip(chunks, (b"", b";a=b", b"", b""), strict=True)]
+    whole = head + b"".join(frames) + b"0\r\n\r\n"
+    ends = (len(head) + np.cumsum([len(f) for f in frames])).tolist()
+    for _ in range(200):
+        cuts = [0, *sorted(rng.integers(1, len(whole), size=num_cuts).tolist()), len(whole)]
+        pieces = [(float(b), whole[a:b]) for a, b in pairwise(cuts)]
+        answer = http.read_answer(pieces)
+        assert (answer.status, answer.is_complete) == (200, True)
+        assert [data for _, data in answer.body] == chunks
+        assert [moment for moment, _ in answer.body] == [next(float(c) for c in cuts if c >= end) for end in ends]
+        assert not http.read_answer([(1.0, whole[: max(cuts[1], len(head))])]).is_complete
+
+
+def test_answers_without_chunks_and_what_is_no_answer() -> None:
+    refused = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nfull"
+    answer = http.read_answer([(1.0, refused[:30]), (2.0, refused[30:-2]), (3.0, refused[-2:])])
+    assert (answer.status, answer.text, answer.is_complete) == (503, "full", True)
+    for pieces in ([], [(1.0, b"HTTP/1.1 200")], [(1.0, b"SSH-2.0 hello there\r\n\r\n")]):
+        with pytest.raises(ValueError, match=r"ended before an answer|not an answer in HTTP"):
+            http.read_answer(pieces)
+
+
+async def test_a_server_that_does_not_hang_up_or_does_so_too_soon() -> None:
+    """It keeps the connection after the last chunk, or ends it before, or never answers, as the path says."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        request = await reader.readuntil(b"\r\n\r\n")
+        if b"/never" in request:
+            await reader.read()
+            return
+        text = b"data: %s\n\n" % chunk("x", "stop").encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(text), text))
+        if b"/keeps" in request:
+            writer.write(b"0\r\n\r\n")
+            await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    load = bench.Workload({"prompt": "hi"}, 1, 1)
+    errors = {}
+    for path in ("keeps", "cuts", "never"):
+        recording = await bench.send(http.HTTPClient(timeout_s=0.5), f"{url}/{path}", load, 0.0)
+        errors[path] = recording.result().error
+    server.close()
+    assert errors == {"keeps": "", "cuts": "the connection ended before the answer did", "never": "TimeoutError: "}
+    result = (await bench.send(http.HTTPClient(timeout_s=5), url, load, 0.0)).result()
+    assert "refused" in result.error or "Connect" in result.error
 
 
 def test_length_distributions() -> None:

@@ -57,6 +57,8 @@ def test_no_flag_leaves_every_default() -> None:
         (["--swap-space", "2"], {"swap_space": 2 * GIB}),
         (["--swap-space", "0.5"], {"swap_space": GIB // 2}),
         (["--swap-space", "512MiB"], {"swap_space": GIB // 2}),
+        (["-q", "q4_0"], {"quantization": "q4_0"}),
+        (["--quantization", "none"], {"quantization": "none"}),
         (["--dtype", "bfloat16", "--seed", "3"], {"dtype": "bfloat16", "seed": 3}),
         (["--enable-prefix-caching"], {"enable_prefix_caching": True}),
         (["--no-enable-prefix-caching"], {"enable_prefix_caching": False}),
@@ -237,8 +239,8 @@ class WordTokenizer:
 
     chat_template = "words"
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[str]]:
-        return {"input_ids": text.split()}
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[str]:
+        return text.split()
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         return " ".join(f"{m['role']} {m['content']}" for m in messages)

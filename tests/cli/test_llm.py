@@ -24,8 +24,8 @@ class FakeTokenizer:
     chat_template = "fake"
     eos_token_id = 3
 
-    def __call__(self, text: str, add_special_tokens: bool = True) -> dict[str, list[int]]:
-        return {"input_ids": [1] * add_special_tokens + [ord(c) for c in text]}
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(c) for c in text]
 
     def apply_chat_template(self, messages: list[dict[str, str]], **options: Any) -> str:
         assert options.pop("tokenize") is False

@@ -8,17 +8,19 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from jaxpaged.core.block_pool import NULL_BLOCK, BlockPool
 
-NUM_BLOCKS = 9
+NUM_BLOCKS, NUM_EAGER = 9, 5
 KEYS = [bytes([i]) for i in range(6)]
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`spare` holds free blocks without a key, next one last; `cached` those with one, least recently freed first."""
+    """`spare` holds free blocks without a key, next one last; `cached` those with one, least recently freed first;
+    `reserve` those beyond the eager ones that were never in use, next one first."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(NUM_BLOCKS)
-        self.spare = list(range(1, NUM_BLOCKS))[::-1]
+        self.pool = BlockPool(NUM_BLOCKS, num_eager=NUM_EAGER)
+        self.spare = list(range(1, 1 + NUM_EAGER))[::-1]
+        self.reserve = list(range(1 + NUM_EAGER, NUM_BLOCKS))
         self.cached: list[int] = []
         self.owned: dict[int, int] = {}
         self.keys: dict[bytes, int] = {}
@@ -26,12 +28,12 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:
         blocks = self.pool.allocate(count)
-        if count > len(self.spare) + len(self.cached):
+        if count > len(self.spare) + len(self.cached) + len(self.reserve):
             assert blocks is None
             return
         expected = []
         for _ in range(count):
-            block = self.spare.pop() if self.spare else self.cached.pop(0)
+            block = self.spare.pop() if self.spare else (self.cached or self.reserve).pop(0)
             self.keys = {key: b for key, b in self.keys.items() if b != block}
             self.owned[block] = 1
             expected.append(block)
@@ -77,7 +79,7 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def states_agree(self) -> None:
         self.pool.check()
-        assert self.pool.num_free == len(self.spare) + len(self.cached)
+        assert self.pool.num_free == len(self.spare) + len(self.cached) + len(self.reserve)
         assert {b: n for b, n in enumerate(self.pool.ref_counts) if n} == self.owned
         assert self.pool.num_cached == len(self.keys)
         assert NULL_BLOCK not in self.owned
@@ -107,6 +109,21 @@ def test_cached_blocks_are_evicted_least_recently_freed_first() -> None:
     assert pool.allocate(2) == [2, 1]
     assert pool.find(bytes([1])) is None
     assert pool.find(bytes([3])) == 3
+
+
+def test_blocks_beyond_the_eager_ones_are_used_only_when_nothing_can_be_evicted() -> None:
+    pool = BlockPool(7, num_eager=3)
+    assert pool.allocate(3) == [1, 2, 3]
+    for block in (1, 2):
+        pool.register(block, bytes([block]))
+    pool.free([2, 1])
+    assert pool.allocate(1) == [2]  # 4, 5 and 6 were never in use, and stay so
+    assert pool.allocate(3) == [1, 4, 5]
+    pool.register(4, b"4")
+    pool.free([4, 5])
+    assert pool.allocate(2) == [5, 4]  # in use once, they are like any other
+    assert pool.allocate(2) is None
+    assert pool.allocate(1) == [6]
 
 
 def test_a_host_pool_has_no_null_block() -> None:

@@ -106,7 +106,8 @@ def test_a_plan_carries_what_its_draws_need_and_nothing_else() -> None:
     assert adjustments.penalties.prompt_len.tolist()[2] == 2
     scheduler.abort("penalty")
     later = step(scheduler).adjustments
-    assert later is not None and not later.change_logits  # min_tokens is over, its log-probabilities go on
+    # min_tokens is over, its log-probabilities go on
+    assert later is not None and later.penalties is None and not later.masks and not len(later.edit_draws)
     scheduler.abort("min")
     assert step(scheduler).adjustments is None
 

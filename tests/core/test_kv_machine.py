@@ -12,7 +12,7 @@ from jaxpaged.core.kv_manager import KVManager
 from jaxpaged.request import Request, SamplingParams, Sequence
 
 SIZE = 3
-CACHE = CacheConfig(num_blocks=15, block_size=SIZE, num_host_blocks=8)
+CACHE = CacheConfig(num_blocks=15, block_size=SIZE, num_host_blocks=8, num_eager_blocks=6)
 STREAMS = np.random.default_rng(1).integers(0, 1000, (2, 30)).tolist()
 FREE = -1
 

@@ -279,6 +279,43 @@ def test_work_for_a_token_does_not_grow_with_the_output() -> None:
         assert large - middle == 2 * (middle - small)
 
 
+class CountingDecodes:
+    """A tokenizer that counts its calls of `decode`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.decoder = tokenizer.decoder
+        self.calls = 0
+
+    def token_to_id(self, token: str) -> int | None:
+        return self._tokenizer.token_to_id(token)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
+        self.calls += 1
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS, ids=["byte-level", "bpe", "unigram"])
+def test_tokens_seen_before_are_not_decoded_again(tokenizer: Tokenizer) -> None:
+    counting = CountingDecodes(tokenizer)
+    prompt, output = tokenizer.encode("the").ids, tokenizer.encode("the fox, fox the fox").ids
+    first = "".join(deltas(counting, prompt, output))
+    before = counting.calls
+    text = "".join(deltas(counting, prompt, output * 20))
+    assert first in text and text == tokenizer.decode(prompt + output * 20)[len(tokenizer.decode(prompt)) :]
+    assert counting.calls - before <= 4  # for the prompt's last token, however long the output is
+
+
+def test_a_decoder_that_joins_its_tokens_is_not_taken_apart() -> None:
+    """In WordPiece a token's text depends on the one before it and on punctuation."""
+    words = ["[UNK]", "the", "fox", "##es", ",", "."]
+    tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece()
+    output = [2, 3, 4, 1, 2, 5, 1]
+    assert tokenizer.decode([1, *output]) == "the foxes, the fox. the"
+    assert "".join(deltas(tokenizer, [1], output)) == " foxes, the fox. the"
+
+
 def test_token_text_keeps_the_space_and_shows_special_tokens() -> None:
     for tokenizer in SENTENCEPIECE:
         assert token_text(tokenizer, tokenizer.token_to_id("▁fox")) == " fox"

@@ -150,6 +150,15 @@ def test_random_initialization_has_the_given_dtype_and_depends_on_the_seed() -> 
     assert (first[key].get_value() != first["model.layers.1.mlp.gate_proj.weight"].get_value()).mean() > 0.9
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_without_random_numbers_there_are_the_shapes_of_what_would_be_drawn(name: str) -> None:
+    config = model_config_from_hf(CONFIGS[name])
+    graphdef, state = nnx.split(get_model_class(config.architecture)(config, dtype=jnp.bfloat16, rngs=None))
+    expected = nnx.split(build(name, "bfloat16"))
+    assert graphdef == expected[0]
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), state) == jax.tree.map(lambda x: (x.shape, x.dtype), expected[1])
+
+
 def test_tied_model_has_no_head_of_its_own() -> None:
     assert abstract("qwen3").lm_head is None
     assert "lm_head.weight" in parameters(abstract("llama"))

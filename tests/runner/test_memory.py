@@ -11,7 +11,7 @@ import pytest
 from jaxpaged.config import GIB, MIB, EngineConfig
 from jaxpaged.errors import ConfigError
 from jaxpaged.runner.host_memory import available_bytes
-from jaxpaged.runner.memory import pool_blocks
+from jaxpaged.runner.memory import eager_blocks, pool_blocks
 
 
 def blocks(
@@ -103,3 +103,20 @@ def test_available_memory_is_what_the_system_says() -> None:
     if left is None:
         pytest.skip("this system does not say")
     assert 0 < left <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+@pytest.mark.parametrize(
+    ("options", "platform", "expected"),
+    [
+        ({}, "cpu", 32 * 24),  # 32 rows of 384 tokens in blocks of 16
+        ({"block_size": 1000}, "cpu", 32),
+        ({"kv_cache_memory": GIB}, "cpu", None),
+        ({"num_blocks": 100}, "cpu", None),
+        ({}, "gpu", None),
+    ],
+)
+def test_cached_prefixes_alone_fill_only_a_pool_that_was_asked_for(
+    options: dict[str, Any], platform: str, expected: int | None
+) -> None:
+    device: Any = SimpleNamespace(platform=platform)
+    assert eager_blocks(EngineConfig(**options), device, max_num_seqs=32) == expected

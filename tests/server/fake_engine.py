@@ -266,7 +266,7 @@ class FakeEngine:
         text = self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)
         script = self.scripts.get(text)
         if script is None:
-            start = 0 if params.is_greedy else sequence.index
+            start = 0 if params.temperature == 0 else sequence.index
             script = self.ids("".join(string.ascii_lowercase[(start + k) % 26] for k in range(26)))
         token = script[step % len(script)]
         sequence.output_token_ids.append(token)

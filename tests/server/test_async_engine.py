@@ -294,9 +294,9 @@ async def test_long_texts_are_tokenized_off_the_loop(fake: FakeEngine, monkeypat
     tokenizer = fake.tokenizer
 
     class Spy:
-        def __call__(self, text: str, add_special_tokens: bool) -> Any:
+        def encode(self, text: str, add_special_tokens: bool) -> Any:
             threads.append(threading.get_ident())
-            return tokenizer(text, add_special_tokens=add_special_tokens)
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     monkeypatch.setattr(fake, "tokenizer", Spy())
     engine = AsyncEngine(fake)

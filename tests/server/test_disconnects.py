@@ -7,11 +7,16 @@ import contextlib
 import json
 import random
 import resource
+import socket
+import string
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from server.live_server import Client, StartServer
+
+from jaxpaged.server.sse import EventStream
 
 PATH = "/v1/completions"
 
@@ -144,3 +149,41 @@ async def test_a_slow_reader_gets_everything_and_delays_nobody(start_server: Sta
             while b"[DONE]" not in received[-200:]:
                 received += await reader.read(1 << 20)
     assert received.count(b'"finish_reason":"length"') == 16
+    texts = dict.fromkeys(range(16), "")
+    for line in received.splitlines():
+        if line.startswith(b'data: {"'):
+            [choice] = json.loads(line[6:])["choices"]
+            texts[choice["index"]] += choice["text"]
+    assert set(texts.values()) == {(string.ascii_lowercase * 10)[:250]}
+
+
+async def test_the_answer_of_a_reader_that_stops_is_not_all_written_out(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it does not read waits as outputs, which are bounded by the request, and only a little of it as bytes."""
+    transports = []
+    open_stream = EventStream.open
+
+    async def open_with_small_buffer(stream: EventStream, request: web.Request) -> None:
+        assert request.transport is not None
+        request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
+        transports.append(request.transport)
+        await open_stream(stream, request)
+
+    monkeypatch.setattr(EventStream, "open", open_with_small_buffer)
+    client = await start_server()
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
+    sock.connect(("127.0.0.1", client.port))
+    reader, writer = await asyncio.open_connection(sock=sock, limit=1024)
+    with contextlib.closing(writer):
+        writer.write(raw_request({"prompt": [[71]] * 16, "max_tokens": 250, "stream": True, "logprobs": 5}))
+        await reader.readline()
+        await client.settled()
+        [transport] = transports
+        assert 0 < transport.get_write_buffer_size() < 200_000
+        received = bytearray()
+        async with asyncio.timeout(20):
+            while b"[DONE]" not in received[-200:]:
+                received += await reader.read(1 << 20)
+        assert len(received) > 1_000_000

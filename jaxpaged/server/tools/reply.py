@@ -47,6 +47,8 @@ class Reply:
 
         A call's first entry has its id, type and name, and all its entries in one delta are one.
         """
+        if self._thinking is None and self._calls is None:
+            return Delta(content=text)
         content: list[str] = []
         reasoning: list[str] = []
         calls: dict[int, ToolCallDelta] = {}

@@ -1,5 +1,5 @@
 // `linear` as XLA calls it. Arguments: x, the number of its rows that count, the weights, those biases that exist, then norm
-// and residual if there are any.
+// and residual if there are any. `formats` has 4 bits for each weight's.
 #include <algorithm>
 #include <utility>
 
@@ -20,8 +20,8 @@ ffi::ErrorOr<DType> dtype_of(ffi::DataType type) {
   }
 }
 
-ffi::Error run_linear(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t num_parts, int64_t biases, bool norm,
-                      bool residual, bool swiglu, float eps) {
+ffi::Error run_linear(ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t num_parts, int64_t formats, int64_t biases,
+                      bool norm, bool residual, bool swiglu, float eps) {
   // The counts are checked where the call is made (linear.py); here only what would read beyond the arguments.
   size_t next = 0;
   const auto argument = [&]() -> ffi::ErrorOr<ffi::AnyBuffer> { return arguments.get<ffi::AnyBuffer>(next++); };
@@ -45,7 +45,7 @@ ffi::Error run_linear(ffi::RemainingArgs arguments, ffi::RemainingRets results, 
     auto weight = argument();
     if (weight.has_error()) return weight.error();
     args.weights[i] = weight->untyped_data();
-    args.out_features[i] = weight->dimensions()[0];
+    args.formats[i] = static_cast<Format>(formats >> (4 * i) & 15);
   }
   for (int i = 0; i < num_parts; ++i) {
     if ((biases >> i & 1) == 0) continue;
@@ -66,7 +66,9 @@ ffi::Error run_linear(ffi::RemainingArgs arguments, ffi::RemainingRets results, 
     if (out_dtype.has_error()) return out_dtype.error();
     args.out_dtype = *out_dtype;
     args.outputs[i] = (*result)->untyped_data();
+    args.out_features[i] = (*result)->dimensions()[1];
   }
+  if (swiglu) args.out_features[1] = args.out_features[0];
   kernels().linear(args);
   return ffi::Error::Success();
 }
@@ -79,6 +81,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(JaxpagedLinear, jaxpaged::run_linear,
                                   .RemainingArgs()
                                   .RemainingRets()
                                   .Attr<int64_t>("num_parts")
+                                  .Attr<int64_t>("formats")
                                   .Attr<int64_t>("biases")
                                   .Attr<bool>("norm")
                                   .Attr<bool>("residual")

@@ -16,6 +16,7 @@ JAXPAGED_DECLARE(generic)
 #if defined(__x86_64__)
 JAXPAGED_DECLARE(avx2)
 JAXPAGED_DECLARE(avx512)
+JAXPAGED_DECLARE(avx512_vnni)
 JAXPAGED_DECLARE(avx512_bf16)
 #endif
 #undef JAXPAGED_DECLARE
@@ -34,6 +35,8 @@ std::vector<const Kernels*> runnable() {
     return found;
   }
   found.push_back(&avx512::kKernels);
+  if (!__builtin_cpu_supports("avx512vnni")) return found;
+  found.push_back(&avx512_vnni::kKernels);
   if (__builtin_cpu_supports("avx512bf16")) found.push_back(&avx512_bf16::kKernels);
 #endif
   return found;
@@ -56,7 +59,7 @@ extern "C" {
 // arguments.
 int jaxpaged_xla_api_major() { return XLA_FFI_API_MAJOR; }
 int jaxpaged_xla_api_minor() { return XLA_FFI_API_MINOR; }
-int jaxpaged_interface() { return 1; }
+int jaxpaged_interface() { return 2; }
 
 // The instruction set of the kernels that run.
 const char* jaxpaged_instruction_set() { return jaxpaged::kernels().isa; }

@@ -2,7 +2,7 @@
 #include "kernels.h"
 
 #include "attention_impl.h"
-#include "linear_impl.h"
+#include "linear_quantized.h"
 
 #define JAXPAGED_STRING_(x) #x
 #define JAXPAGED_STRING(x) JAXPAGED_STRING_(x)
@@ -10,6 +10,6 @@
 namespace jaxpaged::JAXPAGED_ISA {
 
 extern const Kernels kKernels;
-const Kernels kKernels = {JAXPAGED_STRING(JAXPAGED_ISA), linear, attention, rotate_and_write};
+const Kernels kKernels = {JAXPAGED_STRING(JAXPAGED_ISA), linear_of_any_format, attention, rotate_and_write};
 
 }  // namespace jaxpaged::JAXPAGED_ISA

@@ -118,6 +118,7 @@ struct Parts {
   int64_t total, count;
   Parts(int64_t total, int64_t most) : total(total), count((total + most - 1) / most) {}
   int64_t start(int64_t i) const { return total * i / count; }
+  int64_t of(int64_t item) const { return item * count / total; }  // a part that is not behind `item`'s
 };
 
 template <int N, bool kFetch, typename W>
