@@ -32,7 +32,7 @@ def figure_2(constants: Constants, scale: float, seed: int) -> Figure:
         "unit of time, so no step time is assumed).",
         "External includes what the buddy allocator rounds up. The paper gives only the token states of vLLM.",
     ]
-    traffic = saturating(DATASETS["sharegpt"], round(700 * max(scale, 0.5)), seed=seed, max_model_len=2048)
+    traffic = saturating(DATASETS["sharegpt"], round(700 * max(scale, 1.0)), seed=seed, max_model_len=2048)
     figure.ours["sharegpt"], figure.paper["sharegpt"] = {}, {}
     for system in SYSTEMS:
         m = simulate(traffic, setup_of(SERVERS[0], system)).memory

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ made with this project's scheduler and block manager. The systems that it compar
 another allocator (`jaxpaged/sim/systems.py`), so what differs is how memory is handed out, and nothing else.
 
 **No figure was measured on the paper's GPUs.** *Counted*: blocks and tokens of the real block manager, exact for the
-lengths assumed. *Simulated*: the same, with the time of each step from a cost model.
+lengths assumed. *Simulated*: the same, with the time of each step from a cost model. *Measured* is the small-scale twin
+of figure 12 on this project's real engine, on a page of its own: [engine.md](engine.md).
 
 - The paper's data sets are not used: it gives the mean lengths, and lengths here are lognormal with these means. Their
   sigmas were chosen so that the batches come near the paper's, that of the paged system included: figures 2 and 13
@@ -40,29 +40,7 @@ def write_page(figures: list[Figure], constants: Constants, folder: Path, comman
         rows = "\n".join(f"| {name} | {ours} | {paper} |" for name, ours, paper in figure.rows)
         parts.append(f"| | ours | paper |\n| --- | ---: | ---: |\n{rows}\n")
         parts.append("\n".join(f"- {line}" for line in figure.about) + "\n")
-    parts += _engine_section(folder / "engine.json")
     (folder / "README.md").write_text("\n".join(parts), encoding="utf-8")
-
-
-def _engine_section(path: Path) -> list[str]:
-    """What bench/paper_engine.py has measured, if its file is there."""
-    if not path.exists():
-        return []
-    runs = json.loads(path.read_text(encoding="utf-8"))
-    rows = "\n".join(
-        f"| {r['system']} | {r['max_num_seqs']} | {r['output_tokens_per_s']:.1f} | {r['normalized_latency'] * 1e3:.0f} "
-        f"| {r['seconds']:.1f} | {r['predicted_s']:.1f} | {r['preemptions']} |"
-        for r in runs
-    )
-    ratio = runs[1]["output_tokens_per_s"] / runs[0]["output_tokens_per_s"]
-    return [
-        "## The real engine, in small\n\n*Measured* on a CPU, by bench/paper_engine.py: a small model with random "
-        "weights, the same kernels, pool and requests; reserved, each request keeps room for the longest sequence.\n",
-        "| | at once | tokens/s | ms a token | seconds | simulated | preemptions |\n"
-        f"| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n{rows}\n",
-        f"- Paged over reserved: {ratio:.2f} times the throughput.\n- Simulated: with constants fitted to the steps of "
-        f"the paged run; fit error {runs[1]['fit_error']:.1%} a step on average.\n",
-    ]
 
 
 def plot(figure: Figure, folder: Path) -> None:
@@ -118,4 +96,4 @@ def _stack(axis: Any, figure: Figure) -> None:
         heights = [values[part] for values in systems.values()]
         axis.bar(list(systems), heights, bottom=bottom, label=part.replace("_", " "))
         bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
-    axis.legend(fontsize=8, loc="lower left")
+    axis.legend(fontsize=8, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0))

@@ -64,10 +64,8 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.device is not None or args.memory is not None:
+    if any(getattr(args, name) is not None for name in ("device", "memory", "rate", "trace")):
         return run_deployment(args)
-    if args.rate is not None or args.trace is not None:
-        raise ConfigError("--rate and --trace need MODEL and --device, for the time that steps take")
     shape = _shape(args)
     reserve = args.reserve or max(shape.max_len, args.tokens, *args.lengths)
     if args.lengths and max(args.lengths) > reserve:

@@ -11,11 +11,11 @@ from typing import Any, get_args
 import numpy as np
 
 from jaxpaged.commands.options import MODEL_HELP, add_command, count
-from jaxpaged.commands.traffic_options import add_traffic_options, cost_constants, make_traffic
+from jaxpaged.commands.traffic_options import add_traffic_options, find_speed, make_traffic
 from jaxpaged.config import PreemptionMode
 from jaxpaged.core.rules import Victim
 from jaxpaged.errors import ConfigError
-from jaxpaged.sim import SYSTEMS, Event, Setup, Simulation, SimulationResult, Traffic, find_device
+from jaxpaged.sim import SYSTEMS, Event, Setup, Simulation, SimulationResult, Traffic
 from jaxpaged.sim.cost import CostModel
 from jaxpaged.sim.planner import Load, plan_deployment
 from jaxpaged.sim.shapes import ModelShape
@@ -126,12 +126,12 @@ def parse_requests(text: str) -> tuple[list[str], Traffic]:
 
 
 def _run_traffic(args: argparse.Namespace) -> int:
-    if args.model is None or args.device is None:
-        raise ConfigError("--rate and --trace need MODEL and --device, for the time that steps take")
+    if args.model is None:
+        raise ConfigError("--rate and --trace need MODEL, for the time that steps take")
+    device, constants = find_speed(args)
     from jaxpaged.weights import load_config, resolve
 
     config = load_config(resolve(args.model, weights=False))
-    constants, device = cost_constants(args.calibration), find_device(args.device)
     shape = ModelShape.of(config, name=args.model)
     cost = CostModel(shape, device, constants)
     max_model_len = args.max_model_len or min(config.max_position_embeddings, 2048)

@@ -84,10 +84,13 @@ class Dashboard:
                 "X-Accel-Buffering": "no",
             }
         )
-        if self._num_viewers == 0:
+        is_first = self._num_viewers == 0
+        if is_first:
             self._feed.open()
         self._num_viewers += 1  # before anything is awaited, or more than the limit come in
         try:
+            if is_first:  # an engine without work takes no step that could tell its state
+                await self._engine.tell_observers()
             await response.prepare(request)
             await self._send_frames(response)
         except TimeoutError:

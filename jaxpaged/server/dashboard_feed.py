@@ -139,6 +139,8 @@ class Figures:
 
     Attributes:
         prompt_tokens_per_s, output_tokens_per_s: over the last ten seconds.
+        prompt_tokens_total, output_tokens_total: since the engine's start.
+        finished_total: sequences that have ended since then.
         hit_rate: share of looked-up prompt tokens that the prefix cache had, over the last minute; None = none was.
         ttft_ms, itl_ms, e2e_ms: median and 95th percentile of the last five minutes; None = there was none.
         skipped: steps that this browser was too slow for.
@@ -149,6 +151,9 @@ class Figures:
     pool_use: float
     prompt_tokens_per_s: float
     output_tokens_per_s: float
+    prompt_tokens_total: int
+    output_tokens_total: int
+    finished_total: int
     hit_rate: float | None
     ttft_ms: tuple[float, float] | None
     itl_ms: tuple[float, float] | None
@@ -160,7 +165,10 @@ class Figures:
 
 
 class FigureSource:
-    """Rates and percentiles over sliding windows; of bounded size."""
+    """Rates and percentiles over sliding windows; of bounded size.
+
+    It takes samples whenever something is observed, so that who comes to look sees the last seconds at once.
+    """
 
     def __init__(self, stats: Callable[[], EngineStats], clock: Callable[[], float] = time.monotonic) -> None:
         self._stats = stats
@@ -174,12 +182,13 @@ class FigureSource:
         """Takes what the server's histograms take."""
         short = _LATENCIES.get(name)
         if short is not None:
-            self._latencies[short].append((self._clock(), seconds))
+            now = self._clock()
+            self._latencies[short].append((now, seconds))
+            self._sample(now)
 
     def figures(self, skipped: int = 0) -> Figures:
         now, stats = self._clock(), self._stats()
-        if not self._samples or now - self._samples[-1][0] >= 0.5:
-            self._samples.append((now, stats))
+        self._sample(now)
         while now - self._samples[0][0] > HIT_RATE_S + 1:
             self._samples.popleft()
         then, before = self._sample_after(now - RATE_S)
@@ -197,12 +206,19 @@ class FigureSource:
             output_tokens_per_s=(stats.generation_tokens_total - before.generation_tokens_total) / seconds
             if has_rate
             else 0.0,
+            prompt_tokens_total=stats.prompt_tokens_total,
+            output_tokens_total=stats.generation_tokens_total,
+            finished_total=sum(stats.finished.values()),
             hit_rate=hits / queries if queries > 0 else None,
             ttft_ms=self._quantiles("ttft", now),
             itl_ms=self._quantiles("itl", now),
             e2e_ms=self._quantiles("e2e", now),
             skipped=skipped,
         )
+
+    def _sample(self, now: float) -> None:
+        if not self._samples or now - self._samples[-1][0] >= 0.5:
+            self._samples.append((now, self._stats()))
 
     def _sample_after(self, moment: float) -> tuple[float, EngineStats]:
         return next((sample for sample in self._samples if sample[0] >= moment), self._samples[-1])

@@ -13,8 +13,9 @@ from jaxpaged.sim.shapes import DTYPE_BYTES, ModelShape
 # Left to the driver and the runtime: at least this much, or this share of the device.
 _RUNTIME_BYTES, _RUNTIME_SHARE = GIB, 0.05
 _MOST_SEQS = 1024
-# Arrays of the logits' size that are alive at once while tokens are drawn, as XLA lays the step out on a CPU.
-_LOGIT_COPIES = 5
+# What is alive at once while tokens are drawn, as XLA lays the step out on a CPU: arrays of the logits' size, and bytes
+# for each draw beside them (candidates, their ranks and log-probabilities).
+_LOGIT_COPIES, _DRAW_BYTES = 5, 28_000
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ class DeploymentPlan:
 
 
 def temporaries_bytes(config: ModelConfig, *, num_tokens: int, num_seqs: int, dtype: str) -> int:
-    """About what the largest step takes beside weights and pool: activations of its tokens, and logits of its draws.
+    """About what the largest step takes beside weights and pool: activations of its tokens, or logits of its draws.
+
+    The layers are over when the logits come, which get their memory.
 
     Args:
         num_tokens: most tokens of a step.
@@ -97,8 +100,8 @@ def temporaries_bytes(config: ModelConfig, *, num_tokens: int, num_seqs: int, dt
     size = DTYPE_BYTES[dtype]
     query = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     activations = num_tokens * (2 * config.intermediate_size + query + 3 * config.hidden_size) * size
-    logits = _LOGIT_COPIES * num_seqs * config.vocab_size * 4
-    return activations + logits
+    logits = num_seqs * (_LOGIT_COPIES * config.vocab_size * 4 + _DRAW_BYTES)
+    return max(activations, logits)
 
 
 def plan_deployment(
@@ -133,6 +136,13 @@ def plan_deployment(
         raise ConfigError(
             f"shared_prefix is {load.shared_prefix}, but must be between 0 and the {load.prompt} tokens of the prompt"
         )
+    for limit, value in (
+        ("block_size", block_size),
+        ("max_num_seqs", max_num_seqs),
+        ("max_num_batched_tokens", max_num_batched_tokens),
+    ):
+        if value < 1:
+            raise ConfigError(f"{limit} is {value}, but must be at least 1")
     for name, share in (("the share of JAX", jax_memory_fraction), ("gpu_memory_utilization", gpu_memory_utilization)):
         if not 0 < share <= 1:
             raise ConfigError(f"{name} is {share:g}, but must be above 0 and at most 1")

@@ -29,9 +29,19 @@ class Saturation:
 
 
 def saturate(
-    setup: Setup, dataset: Dataset, cost: CostModel, *, seed: int = 0, rounds: float = 3.0, draw: Draw = draw_zeros
+    setup: Setup,
+    dataset: Dataset,
+    cost: CostModel,
+    *,
+    seed: int = 0,
+    rounds: float = 3.0,
+    at_least: int = 20,
+    draw: Draw = draw_zeros,
 ) -> Saturation:
-    """Measured once the batch has been replaced about twice, for `rounds` more of it.
+    """Measured once the batch has been replaced about twice, until it has been `rounds` times more.
+
+    Args:
+        at_least: requests to measure, of small batches too; their lengths scatter.
 
     Raises:
         ConfigError: the server holds so many requests that the queue runs dry.
@@ -46,7 +56,7 @@ def saturate(
         if start is None:
             if done >= 2 * batch:
                 start = simulation.now, tokens, done
-        elif done - start[2] >= rounds * batch + 20:
+        elif done - start[2] >= max(rounds * batch, at_least):
             break
     if start is None or plan is None:
         raise ConfigError(

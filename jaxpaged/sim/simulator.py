@@ -145,6 +145,7 @@ class Simulation:
         self._preemptions = np.zeros(len(traffic), np.int32)
         self._ahead: tuple[StepPlan, float] | None = None
         self._running: set[str] = set()
+        self._without_token: dict[int, Request] = {}  # admitted, by number
         self._held_back: list[int] = []  # finished, but not their static batch
         self._copied = 0
 
@@ -251,7 +252,7 @@ class Simulation:
         (plan, seconds), self._ahead = self._ahead, None
         self.now += seconds
         self.scheduler.update(plan, self._draw(plan))
-        self._note_first_tokens(plan)
+        self._note_first_tokens()
         self._note_finished()
 
     def _load(self, plan: StepPlan) -> StepLoad:
@@ -273,6 +274,9 @@ class Simulation:
             name = event.sequence.request.request_id
             if event.kind == "admit":
                 self._running.add(name)
+                number = self._numbers[name]
+                if np.isnan(self._first_token[number]):
+                    self._without_token[number] = event.sequence.request
                 self._keep("admit", name, event)
             elif name in self._running:
                 self._running.remove(name)
@@ -280,11 +284,11 @@ class Simulation:
                 self._keep("preempt", name, event)
         events.clear()
 
-    def _note_first_tokens(self, plan: StepPlan) -> None:
-        for sequence in plan.sampled[plan.num_decodes :]:
-            number = self._numbers[sequence.request.request_id]
-            if np.isnan(self._first_token[number]):
+    def _note_first_tokens(self) -> None:
+        for number, request in list(self._without_token.items()):
+            if any(sequence.output_token_ids for sequence in request.sequences):
                 self._first_token[number] = self.now
+                del self._without_token[number]
 
     def _note_finished(self) -> None:
         """What `update` has done."""

@@ -66,6 +66,8 @@ def make_scheduler(
     """
     if system not in SYSTEMS:
         raise ConfigError(f"the system is {system!r}, but must be one of {', '.join(SYSTEMS)}")
+    if block_size < 1:
+        raise ConfigError(f"block_size is {block_size}, but must be at least 1")
     owners: list[WatchedKV] = []
 
     def keep(owner: WatchedKV) -> WatchedKV:

@@ -21,13 +21,11 @@ from server.live_server import Client, running_server
 from jaxpaged.config import CacheConfig, SchedulerConfig
 from jaxpaged.core.plan import StepResult
 from jaxpaged.core.scheduler import Scheduler
-from jaxpaged.core.stats import SchedulerStats
-from jaxpaged.engine.stats import EngineStats
 from jaxpaged.outputs import RequestOutput
 from jaxpaged.request import Request, SamplingParams
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.dashboard import MAX_VIEWERS, Dashboard
-from jaxpaged.server.dashboard_feed import MAX_BEHIND, FigureSource, StepFeed
+from jaxpaged.server.dashboard_feed import MAX_BEHIND, StepFeed
 from jaxpaged.server.metrics import ServerMetrics
 from jaxpaged.trace import Header, Record, Replay
 
@@ -51,6 +49,11 @@ class WatchedEngine(FakeEngine):
             observe(self.scheduler, plan)
         if plan is not None:
             self.scheduler.update(plan, StepResult(np.ones(len(plan.sampled), np.int32)))
+
+    def note_idle(self) -> None:
+        if not self.scheduler.has_unfinished():
+            for observe in self.observers:
+                observe(self.scheduler, None)
 
     def step(self) -> list[RequestOutput]:
         self.plan()
@@ -178,12 +181,39 @@ async def test_what_is_sent_is_the_state_of_the_block_manager() -> None:
                         for values in data:
                             replay.apply(as_record(values))
         assert figures.keys() == {
-            "running", "waiting", "pool_use", "prompt_tokens_per_s", "output_tokens_per_s", "hit_rate", "ttft_ms",
-            "itl_ms", "e2e_ms", "skipped",
+            "running", "waiting", "pool_use", "prompt_tokens_per_s", "output_tokens_per_s", "prompt_tokens_total",
+            "output_tokens_total", "finished_total", "hit_rate", "ttft_ms", "itl_ms", "e2e_ms", "skipped",
         }  # fmt: skip
         async with asyncio.timeout(10):
             while engine.observers:  # the browser has gone: nobody looks any more
                 await asyncio.sleep(0.01)
+
+
+async def test_who_joins_an_idle_engine_sees_its_state_at_once() -> None:
+    """All requests have ended, and the prefix cache still finds their full blocks."""
+    engine = WatchedEngine()
+    for _ in range(3):
+        engine.plan()
+    for group in list(engine.scheduler.groups.values()):
+        engine.scheduler.abort(group.request.request_id)
+    findable = engine.scheduler.stats().num_cached_blocks
+    assert findable > 0
+    async with dashboard_server(engine) as client:
+        for _ in range(2):  # each the only viewer
+            async with client.session.get(client.url + "/dashboard/events") as response:
+                events = read_events(response)
+                found: dict[str, Any] = {}
+                async with asyncio.timeout(10):
+                    while found.keys() < {"header", "records", "figures"}:
+                        name, found[name] = await anext(events)
+            (state,) = found["records"]
+            replay = Replay(Header(**found["header"]))
+            replay.apply(as_record(state))
+            assert replay.is_idle and not replay.tables and len(replay.findable) == findable
+            assert found["figures"]["running"] == 0
+            async with asyncio.timeout(10):
+                while engine.observers:
+                    await asyncio.sleep(0.01)
 
 
 async def test_so_many_may_look_and_no_more() -> None:
@@ -351,38 +381,3 @@ async def test_a_browser_that_takes_nothing_is_let_go() -> None:
     with pytest.raises(TimeoutError):
         await dashboard._send_frames(stuck)  # type: ignore[arg-type]
     assert stuck.writes == 1
-
-
-def test_figures_by_hand() -> None:
-    now = 0.0
-    stats = _stats()
-
-    def clock() -> float:
-        return now
-
-    source = FigureSource(lambda: stats, clock)
-    assert source.figures().output_tokens_per_s == 0 and source.figures().ttft_ms is None
-    for second, ms in enumerate(range(1, 101)):
-        now = float(second)
-        source.observe("time_to_first_token_seconds", ms / 1000)
-        source.observe("request_prompt_tokens", 5)
-        stats = _stats(output=3 * second, prompt=10 * second, queries=100 * second, hits=25 * second, free=30)
-        figures = source.figures(skipped=7)
-    assert figures.output_tokens_per_s == pytest.approx(3) and figures.prompt_tokens_per_s == pytest.approx(10)
-    assert figures.hit_rate == pytest.approx(0.25) and figures.pool_use == pytest.approx(0.25)
-    assert figures.ttft_ms == (50, 95) and figures.itl_ms is None
-    assert (figures.running, figures.waiting, figures.skipped) == (2, 4, 7)
-    now = 99 + 299.0  # of the last five minutes are the last two values only
-    assert source.figures().ttft_ms == (99, 100)
-    now = 1000.0
-    assert source.figures().ttft_ms is None and source.figures().output_tokens_per_s == 0
-
-
-def _stats(*, output: int = 0, prompt: int = 0, queries: int = 0, hits: int = 0, free: int = 40) -> EngineStats:
-    scheduler = SchedulerStats(
-        num_running=2, num_running_sequences=2, num_waiting=3, num_swapped=1, num_free_blocks=free, num_total_blocks=40,
-        num_cached_blocks=0, num_free_host_blocks=0, num_total_host_blocks=0, prefix_queries_total=queries,
-        prefix_hits_total=hits, preemptions_total=0, swapped_out_blocks_total=0, swapped_in_blocks_total=0,
-        copied_blocks_total=0,
-    )  # fmt: skip
-    return EngineStats(scheduler, prompt_tokens_total=prompt, generation_tokens_total=output)

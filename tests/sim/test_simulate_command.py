@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxpaged.cli import main
+from jaxpaged.models.config import model_config_from_hf
+from jaxpaged.sim import MeasuredStep, ModelShape, StepLoad, find_device, write_calibration
+from jaxpaged.sim.calibration import Calibration
 
 LESSON = ["simulate", "--blocks", "12", "--block-size", "16", "--watermark", "0"]
 REQUESTS = ["--requests", "A:40:40,B:30:24,C:60:30,D:20:16"]
@@ -69,6 +73,25 @@ def test_traffic_on_a_device(model: str, capsys: pytest.CaptureFixture[str], tmp
     assert "TTFT" in printed and "lognormal (mean 19.31" in printed and "assumed constants" in printed
 
 
+def test_measured_steps_stand_for_the_device(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Steps of 10 ms whatever they compute: requests of 20 tokens, one at a time, have 200 ms of latency."""
+    device = replace(find_device("l4"), name="a machine of my own")
+    steps = tuple(MeasuredStep(StepLoad(i, i, 10 * i, 10 * i), 0.01) for i in range(1, 9))
+    shape = ModelShape.of(model_config_from_hf(CONFIG))
+    path = tmp_path / "steps.json"
+    write_calibration(path, Calibration(device, shape, steps, "by hand"))
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text("\n".join(f'{{"arrival": {i}, "prompt_tokens": 1, "output_tokens": 20}}' for i in range(3)))
+    argv = ["simulate", model, "--trace", str(trace), "--calibration", str(path)]
+    assert main([*argv, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["latency"]["p50"] == pytest.approx(0.2, rel=0.01)
+    assert result["ttft"]["p50"] == pytest.approx(0.01, rel=0.01), "a prompt of one token has a first token too"
+    assert result["cost_model"].startswith("by hand; fit error")
+    assert main([*argv, "--device", "l4"]) == 2
+    assert "was measured on a machine of my own, but --device is l4" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -77,7 +100,9 @@ def test_traffic_on_a_device(model: str, capsys: pytest.CaptureFixture[str], tmp
         (["--requests", "A:0:5"], "PROMPT must be at least 1"),
         (["--requests", "A:1:5,A:2:5"], "'A' twice"),
         (["--requests", "A:1:5,B:300:5"], "request B (300 prompt and 5 output tokens) never fits 12 blocks"),
-        (["--rate", "3"], "need MODEL and --device"),
+        (["--rate", "3"], "--rate and --trace need MODEL"),
+        (["MODEL", "--rate", "3"], "need --device (or --calibration)"),
+        ([*REQUESTS, "--block-size", "0"], "block_size is 0"),
         (["MODEL", "--rate", "3", "--device", "h300"], "no device 'h300'"),
         (["MODEL", "--rate", "-3", "--device", "l4"], "the rate is -3"),
         (["MODEL", "--rate", "3", "--device", "l4", "--lengths-of", "none"], "--lengths-of is 'none'"),

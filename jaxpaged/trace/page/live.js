@@ -1,13 +1,14 @@
 // Following a server: records and figures come as server-sent events.
 
 const FIGURES = [
-  ["l-in", (f) => number.format(Math.round(f.prompt_tokens_per_s)), "prompt tokens/s"],
-  ["l-out", (f) => number.format(Math.round(f.output_tokens_per_s)), "output tokens/s"],
-  ["l-ttft", (f) => quantiles(f.ttft_ms), "p50 / p95, ms"],
-  ["l-itl", (f) => quantiles(f.itl_ms), "p50 / p95, ms"],
-  ["l-e2e", (f) => quantiles(f.e2e_ms), "p50 / p95, ms"],
-  ["l-hits", (f) => (f.hit_rate === null ? "–" : percent(f.hit_rate, 1)), "of prompt tokens, last minute"],
+  ["l-in", (f) => perSecond(f.prompt_tokens_per_s), (f) => `tokens/s; ${number.format(f.prompt_tokens_total)} so far`],
+  ["l-out", (f) => perSecond(f.output_tokens_per_s), (f) => `tokens/s; ${number.format(f.output_tokens_total)} so far`],
+  ["l-ttft", (f) => quantiles(f.ttft_ms), () => "p50 / p95, ms"],
+  ["l-itl", (f) => quantiles(f.itl_ms), () => "p50 / p95, ms"],
+  ["l-e2e", (f) => quantiles(f.e2e_ms), (f) => `p50 / p95, ms; ${number.format(f.finished_total)} ended so far`],
+  ["l-hits", (f) => (f.hit_rate === null ? "–" : percent(f.hit_rate, 1)), () => "of prompt tokens, last minute"],
 ];
+const perSecond = (x) => number.format(Math.round(x));
 const quantiles = (q) => (q ? q.map((x) => (x < 100 ? x.toFixed(1) : number.format(Math.round(x)))).join(" / ") : "–");
 
 function follow() {
@@ -17,7 +18,7 @@ function follow() {
     begin(JSON.parse(event.data));
     history_.show(64);
     history_.load([], LIVE_RECORDS);
-    $("message").textContent = "Waiting for the first step.";
+    $("message").textContent = "Waiting for the engine.";
   });
   source.addEventListener("records", (event) => {
     const records = JSON.parse(event.data);
@@ -37,7 +38,7 @@ function follow() {
   });
   source.addEventListener("figures", (event) => {
     const figures = JSON.parse(event.data);
-    for (const [id, value, unit] of FIGURES) tile(id, value(figures), unit);
+    for (const [id, value, unit] of FIGURES) tile(id, value(figures), unit(figures));
     $("connection").textContent = figures.skipped ? `live, ${number.format(figures.skipped)} steps not shown` : "live";
   });
   source.onerror = () => {
