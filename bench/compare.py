@@ -4,10 +4,14 @@
     python bench/compare.py --model ~/smollm2-hf --workloads W4 --peers jaxpaged vllm --plot rates.png
     python bench/compare.py --list --model ~/smollm2-hf             who is installed, and how to install the others
 
-Each contestant is started by itself (servers on a loopback port, libraries in a process that holds them), gets the same
-lists of token ids, greedy, with as many output tokens as each request says, and is stopped; then the next. A repeat
-goes through all of them before the next repeat begins. All read the same weights: the Hugging Face folder MODEL, or
-what bench/peers.md converts it to. Servers are compared with `jaxpaged serve`, libraries with jaxpaged in process.
+Each contestant is started once (servers on a loopback port, libraries in a process that holds them) and gets the same
+lists of token ids, greedy, with as many output tokens as each request says. One after the other: while one starts or is
+measured, the processes of all others are paused, so they need memory, but no processor. A workload goes through all
+contestants before the next begins, a repeat through all workloads, with other prompts of the same lengths and another
+contestant first. Precisions come one after the other. All read the same weights: the Hugging Face folder MODEL, or what
+bench/peers.md converts it to. Servers are compared with `jaxpaged serve`, libraries with jaxpaged in process.
+
+`bench/compare_page.py` makes a page of what --json wrote.
 
 Workloads:
 {workloads}
@@ -16,67 +20,25 @@ Workloads:
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from peers.contestants import BY_NAME, CONTESTANTS, DTYPES, Contestant, Setup
-from peers.plot import plot_rates
-from peers.processes import OtherLoad, StartError
-from peers.sessions import DriverSession, HTTPSession, driver_session, http_session
+from peers.plot import plot_rates, why_not
+from peers.records import machine, write_runs
+from peers.rounds import run_rounds
 from peers.tables import Comparison, Run, markdown
-from peers.workloads import WORKLOADS, Settings
+from peers.workloads import RATES, WORKLOADS, Settings
 
 DEFAULT_PEERS = Path("~/jaxpaged-peers")
-
-
-def session_of(
-    contestant: Contestant, setup: Setup, log: Path, time_limit_s: float
-) -> AbstractContextManager[tuple[HTTPSession | DriverSession, float]]:
-    command = contestant.command(setup)
-    if contestant.is_server:
-        return http_session(command, log)
-    return driver_session(command, log, time_limit_s)
-
-
-def measure(
-    contestant: Contestant, setup: Setup, repeat: int, workloads: Sequence[str], settings: Settings, time_limit_s: float
-) -> Run:
-    """Starts it, measures, stops it. What goes wrong is in the run's `error`; what was measured before is kept."""
-    run = Run(contestant.name, setup.dtype, repeat)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            with session_of(contestant, setup, Path(folder) / "log.txt", time_limit_s) as (session, seconds):
-                if not session.process.has_mapped(contestant.library):
-                    raise session.process.failure(f"runs without {contestant.library}")
-                run.first_token_s = seconds
-                try:
-                    for workload in workloads:
-                        load = OtherLoad(session.process.session)
-                        figures = WORKLOADS[workload].measure(session.run, settings)
-                        run.results[workload] = figures | load.read()
-                        say(f"    {workload} {_headline(workload, figures)}")
-                finally:
-                    run.peak_rss = session.process.peak_rss
-        except StartError as error:
-            run.error = str(error)
-            say(f"    failed: {error}")
-    return run
-
-
-def _headline(workload: str, figures: dict[str, Any]) -> str:
-    kind = WORKLOADS[workload]
-    failed = f", {figures['failed']} requests failed" if figures["failed"] else ""
-    return f"{figures[kind.figure]:.1f} {kind.heading}{failed}"
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:
@@ -91,57 +53,52 @@ def setups(args: argparse.Namespace) -> Iterator[Setup]:
         )
 
 
-def versions(contestant: Contestant, setup: Setup) -> dict[str, str]:
-    """Of its packages, as its own environment tells them."""
-    if contestant.python is None or not contestant.packages:
-        return {}
-    script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
-    command = [str(contestant.python(setup)), "-c", script, *contestant.packages]
-    told = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
-    return dict(zip(contestant.packages, told, strict=False))
-
-
 def environment(present: Sequence[tuple[Contestant, Setup]], args: argparse.Namespace) -> dict[str, Any]:
-    cpus = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in cpus if line.startswith("model name")]
+    """What the figures depend on. No paths and no name of the machine: this is for others to read."""
+    told = ("peers", "workloads", "repeats", "dtype", "max_model_len", "max_num_seqs", "threads", "rates",
+            "rate_seconds", "latency_limit", "time_limit", "seed", "small")  # fmt: skip
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "cpu": names[0] if names else platform.machine(),
-        "processors": os.cpu_count(),
+        **machine(),
         "python": platform.python_version(),
-        "settings": {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()},
-        "versions": {contestant.name: versions(contestant, setup) for contestant, setup in present},
+        "model": args.model.expanduser().resolve().name,
+        "settings": {name: getattr(args, name) for name in told},
+        "versions": {contestant.name: contestant.versions(setup) for contestant, setup in present},
     }
 
 
 def compare(args: argparse.Namespace) -> int:
     """Runs what `args` asks for and prints the tables. Returns the exit status: 1 for a failure."""
-    contestants = [BY_NAME[name] for name in args.peers]
     present, skipped = [], []
     for setup in setups(args):
-        for contestant in contestants:
+        for contestant in (BY_NAME[name] for name in args.peers):
             if reason := contestant.why_skipped(setup):
                 skipped.append(f"{contestant.name} {setup.dtype}: {reason}")
             else:
                 present.append((contestant, setup))
     if args.list:
         for contestant, setup in present:
-            print(f"{contestant.name} {setup.dtype}: installed {versions(contestant, setup) or ''}".rstrip())
+            print(f"{contestant.name} {setup.dtype}: installed {contestant.versions(setup) or ''}".rstrip())
     for line in skipped:
         print(f"skipped {line}", file=sys.stdout if args.list else sys.stderr)
     if args.list:
         return 0
     if not present:
         return 1
-    settings = Settings(args.seed, args.max_model_len, args.rate_seconds, args.small)
-    facts = environment(present, args) | {"skipped": skipped}
     runs: list[Run] = []
-    for repeat in range(args.repeats):
-        for contestant, setup in present:
-            say(f"{contestant.name} {setup.dtype}, repeat {repeat + 1} of {args.repeats}")
-            runs.append(measure(contestant, setup, repeat, args.workloads, settings, args.time_limit))
-            if args.json:  # each time: a run of hours that is cut short leaves what it has
-                args.json.write_text(json.dumps(facts | {"runs": [r.as_json() for r in runs]}, indent=1))
+    facts = environment(present, args) | {"skipped": [line.partition(":")[0] for line in skipped]}
+
+    def save() -> None:
+        # Each time: a run of hours that is cut short leaves what it has.
+        if args.json:
+            write_runs(args.json, facts, runs)
+
+    for setup, together in itertools.groupby(present, key=lambda pair: pair[1]):
+        with tempfile.TemporaryDirectory() as logs:
+            run_rounds(
+                [contestant for contestant, _ in together], setup, args.workloads, args.repeats, settings_of(args),
+                time_limit_s=args.time_limit, logs=Path(logs), runs=runs, save=save,
+            )  # fmt: skip
     comparison = Comparison(runs, args.repeats)
     print(markdown(comparison, args.workloads))
     if disturbances := comparison.disturbances():
@@ -153,8 +110,15 @@ def compare(args: argparse.Namespace) -> int:
     return 1 if comparison.errors() else 0
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+def settings_of(args: argparse.Namespace) -> Settings:
+    return Settings(
+        seed=args.seed,
+        max_model_len=args.max_model_len,
+        rates=args.rates,
+        rate_seconds=args.rate_seconds,
+        latency_limit_s=args.latency_limit,
+        small=args.small,
+    )
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -184,7 +148,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--max-model-len", type=int, default=2048, metavar="N", help="most tokens of a sequence (default: %(default)s)")
     add("--max-num-seqs", type=int, default=16, metavar="N", help="most sequences at once (default: %(default)s)")
     add("--threads", type=int, default=os.cpu_count(), metavar="N", help="of each peer (default: %(default)s)")
+    add(
+        "--rates",
+        nargs="+",
+        type=float,
+        default=RATES,
+        metavar="R",
+        help="of W4, requests/s, rising (default: from 0.5 on, each 1.41 times the one before)",
+    )
     add("--rate-seconds", type=float, default=60.0, metavar="S", help="of arrivals at each rate of W4 (default: 60)")
+    add(
+        "--latency-limit",
+        type=float,
+        default=0.5,
+        metavar="S",
+        help="W4 ends at the first rate with a mean normalized latency above this, seconds a token (default: 0.5)",
+    )
     add(
         "--time-limit",
         type=float,
@@ -200,10 +179,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.repeats < 1 or args.rate_seconds <= 0 or args.time_limit <= 0:
         parser.error("--repeats, --rate-seconds and --time-limit must be above 0")
+    if list(args.rates) != sorted(args.rates) or args.rates[0] <= 0:
+        parser.error(f"--rates must rise from above 0, but are {' '.join(map(str, args.rates))}")
+    if args.latency_limit < 0.2:
+        parser.error(
+            f"--latency-limit is {args.latency_limit}, but W4 is compared at 0.2 s/token: make it that or more"
+        )
     if args.max_model_len < 2048:
         parser.error(f"--max-model-len is {args.max_model_len}, but the workloads need 2048")
     if args.plot and "W4" not in args.workloads:
         parser.error("--plot shows W4: add it to --workloads")
+    if args.plot and (reason := why_not()):
+        parser.error(f"--plot: {reason}")
     if not (args.model.expanduser() / "config.json").is_file():
         parser.error(f"--model {args.model} has no config.json; name a Hugging Face folder (see bench/peers.md, Model)")
     return args

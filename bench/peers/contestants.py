@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes.util
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ TORCH_NAMES = {"bf16": "bfloat16", "f32": "float32"}
 GGUF_TYPES = {"bf16": "bf16", "f32": "f32", "int8": "Q8_0", "int4": "Q4_0"}
 OPENVINO_TYPES = {"bf16": "fp16", "f32": "fp32", "int8": "int8", "int4": "int4"}
 KV_GIB = 1
+PROMPT_CACHE_MIB = 256
 TCMALLOC = "libtcmalloc_minimal.so.4"
 
 
@@ -39,6 +42,11 @@ class Setup:
     max_num_seqs: int
     threads: int
 
+    @property
+    def processors(self) -> str:
+        """The numbers of the processors that each may use."""
+        return ",".join(map(str, sorted(os.sched_getaffinity(0))[: self.threads]))
+
     def converted(self, suffix: str) -> Path:
         return self.peers / "models" / f"{self.model.name}.{suffix}"
 
@@ -55,6 +63,7 @@ class Contestant:
     packages: whose versions are reported.
     library: must be mapped into its memory, where it could do without and say nothing.
     python: of its environment; None where it has none.
+    tell_version: a command that prints its version in its first line, where it has no Python packages.
     """
 
     name: str
@@ -66,6 +75,7 @@ class Contestant:
     python: Callable[[Setup], Path] | None = None
     packages: Sequence[str] = ()
     library: str = ""
+    tell_version: Callable[[Setup], list[str]] | None = None
 
     def why_skipped(self, setup: Setup) -> str | None:
         """The reason and the remedy, or None where it can run."""
@@ -77,6 +87,23 @@ class Contestant:
         if self.section == "vLLM" and ctypes.util.find_library("tcmalloc_minimal") is None:
             return f"{TCMALLOC} is not there; install it: apt-get install libtcmalloc-minimal4"
         return None
+
+    def versions(self, setup: Setup) -> dict[str, str]:
+        """Of its packages, as its own environment tells them."""
+        if self.tell_version is not None:
+            told = subprocess.run(self.tell_version(setup), capture_output=True, text=True, check=False)
+            return {self.name: (told.stdout + told.stderr).partition("\n")[0].removeprefix("version: ")}
+        if self.python is None:
+            return {}
+        script = "import sys; from importlib.metadata import version; print(*map(version, sys.argv[1:]))"
+        command = [str(self.python(setup)), "-c", script, *self.packages]
+        versions = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+        return dict(zip(self.packages, versions, strict=False))
+
+
+def pinned(command: Command, processors: str) -> Command:
+    """`command` on these processors alone, so that none has more than it is given threads for."""
+    return replace(command, argv=["taskset", "-c", processors, *command.argv])
 
 
 def _jaxpaged_model(setup: Setup) -> Path:
@@ -120,7 +147,7 @@ def _vllm(setup: Setup, env: dict[str, str]) -> Command:
             "DO_NOT_TRACK": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
             # Left to itself it keeps a core for its front end, and is slower on few cores.
-            "VLLM_CPU_OMP_THREADS_BIND": f"0-{setup.threads - 1}",
+            "VLLM_CPU_OMP_THREADS_BIND": setup.processors,
             **env,
         },
     )
@@ -141,6 +168,8 @@ def _llama_cpp(setup: Setup) -> Command:
         str(context),
         "--no-ui",
     ]
+    # What it keeps of earlier prompts beside the slots; 8 GiB by default, where the others have `KV_GIB` for all.
+    argv += ["--cache-ram", str(PROMPT_CACHE_MIB)]
     if setup.dtype == "f32":
         argv += ["-ctk", "f32", "-ctv", "f32"]
     return Command(argv)
@@ -226,6 +255,7 @@ CONTESTANTS = (
     ),
     Contestant(
         "llama.cpp", True, DTYPES, "llama.cpp", lambda setup: [_llama_server(setup), setup.gguf], _llama_cpp,
+        tell_version=lambda setup: [str(_llama_server(setup)), "--version"],
     ),
     Contestant(
         "jaxpaged-inprocess", False, DTYPES, "Model", lambda setup: [_jaxpaged_model(setup)], _jaxpaged_engine,

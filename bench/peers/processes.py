@@ -30,7 +30,8 @@ class Usage:
     """Of all processes of a session together.
 
     Attributes:
-        rss: resident bytes; a page that two processes share counts twice.
+        rss: resident bytes. What files and shared memory hold counts as in the process that has most of it, so that
+            a library which several processes map counts once.
         cpu: seconds of processor time so far, of children that have ended too.
     """
 
@@ -39,19 +40,22 @@ class Usage:
 
 
 def usage_of(session: int) -> Usage:
-    rss, cpu = 0, 0.0
+    private, shared, cpu = 0, 0, 0.0
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             # The name, in parentheses, may hold blanks: fields are counted from behind it, the state being the third.
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            if int(fields[3]) != session:
+                continue
+            resident, with_others = (int(pages) * PAGE for pages in (entry / "statm").read_text().split()[1:3])
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if int(fields[3]) == session:
-            rss += int(fields[21]) * PAGE
-            cpu += sum(map(int, fields[11:15])) * TICK
-    return Usage(rss, cpu)
+        private += resident - with_others
+        shared = max(shared, with_others)
+        cpu += sum(map(int, fields[11:15])) * TICK
+    return Usage(private + shared, cpu)
 
 
 def machine_cpu() -> tuple[float, float]:
@@ -97,6 +101,7 @@ class Process:
         self.peak_rss = 0
         self.started = time.perf_counter()
         self._ended = threading.Event()
+        self._paused = threading.Event()
         with log.open("wb") as output:
             try:
                 self.popen = subprocess.Popen(
@@ -125,7 +130,24 @@ class Process:
 
     def _sample(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self.peak_rss = max(self.peak_rss, usage_of(self.session).rss)
+            if not self._paused.is_set():
+                self.peak_rss = max(self.peak_rss, usage_of(self.session).rss)
+
+    def pause(self) -> None:
+        """Stops all processes of the session where they are: they keep their memory and use no processor."""
+        self._paused.set()
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undoes `pause`; without effect on what is not paused."""
+        self._signal(signal.SIGCONT)
+        self._paused.clear()
+
+    def _signal(self, number: signal.Signals) -> None:
+        # By process, not by group: a server may put its workers into groups of their own.
+        for pid in _members(self.session):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
 
     def log_tail(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -155,21 +177,23 @@ class Process:
         self._ended.set()
         self._watch.join()
         if self.popen.poll() is None:
+            self.resume()
             self.popen.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.popen.wait(TERMINATE_S)
-        deadline = time.monotonic() + WORKERS_S
-        while usage_of(self.session).rss and time.monotonic() < deadline:
-            time.sleep(0.05)
-        # By process, not by group: a server may put its workers into groups of their own.
-        for pid in _members(self.session):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self._wait_for_workers()
+        self._signal(signal.SIGKILL)
         self.popen.wait()
+        self._wait_for_workers()
         for pipe in (self.popen.stdin, self.popen.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()
+
+    def _wait_for_workers(self) -> None:
+        deadline = time.monotonic() + WORKERS_S
+        while usage_of(self.session).rss and time.monotonic() < deadline:
+            time.sleep(0.05)
 
 
 def _members(session: int) -> list[int]:

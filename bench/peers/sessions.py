@@ -13,15 +13,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import aiohttp
-
 import serve
+from http_client import HTTPClient
 from peers.processes import Process
 from peers.workloads import Load, Outcome, Request
 from startup import free_port, is_healthy
 
 START_TIMEOUT_S = 900.0
-REQUEST_TIMEOUT_S = 1800.0
+REQUEST_TIMEOUT_S = 300.0
 DRIVER = Path(__file__).parent / "inside" / "driver.py"
 # Of any vocabulary, and short: what it takes to make the first token.
 FIRST_LOAD = Load([Request(list(range(1000, 1008)), 1)], 1)
@@ -60,12 +59,12 @@ class HTTPSession:
     async def _run(self, load: Load) -> Outcome:
         work = [serve.Workload(self._body(r), len(r.prompt), r.output_len) for r in load.requests]
         arrivals = [request.arrival for request in load.requests]
-        async with aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=REQUEST_TIMEOUT_S), connector=aiohttp.TCPConnector(limit=0)
-        ) as session:
-            results, duration, most = await serve.send_all(
-                session, self._url, work, arrivals, load.max_concurrency, lambda done: None
-            )
+        # It makes a connection for each request: some servers close those that they have answered on, now and then
+        # just as the next request is sent there.
+        client = HTTPClient(REQUEST_TIMEOUT_S)
+        results, duration, most = await serve.send_all(
+            client, self._url, work, arrivals, load.max_concurrency, lambda done: None
+        )
         for result, request in zip(results, load.requests, strict=True):
             check_length(result, request)
         return Outcome(results, duration, most)

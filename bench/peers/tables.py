@@ -7,22 +7,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from peers.contestants import BY_NAME, OWN
+from peers.contestants import BY_NAME, DTYPES, OWN
 from peers.workloads import WORKLOADS
 
 # Processors that other programs may take without spoiling a figure.
 QUIET_CPUS = 0.1
+COUNTS = ("completed", "failed", "other_cpus")
 
 
 @dataclass
 class Run:
-    """One contestant, started once.
+    """One contestant in one repeat.
 
     Attributes:
-        first_token_s: from the start of its process to its first token.
-        peak_rss: bytes, of all its processes together.
+        first_token_s: from the start of its process to its first token; None in repeats for which it ran already.
+        peak_rss: bytes, of all its processes together, the most since its start.
         results: figures by workload.
-        error: why it did not start, or ended early.
+        error: why it did not start, or ended early; the end of its log below the first line.
     """
 
     contestant: str
@@ -37,9 +38,12 @@ class Run:
         return asdict(self)
 
     def figure(self, workload: str, key: str) -> float | None:
-        """None where it was not measured, or where no request succeeded."""
+        """None where it was not measured. Where a request failed there are only counts: less was done than asked."""
         result = self.results.get(workload)
-        return float(result[key]) if result and result["completed"] and key in result else None
+        if not result or key not in result:
+            return None
+        good = result["completed"] and not result["failed"]
+        return float(result[key]) if good or key in COUNTS else None
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,17 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float | None]) -> Spread | None:
-        present = [value for value in values if value is not None]
+        present = _present(values)
         return cls(statistics.median(present), min(present), max(present)) if present else None
 
     def show(self, digits: int, suffix: str = "") -> str:
         text = f"{self.median:.{digits}f}{suffix}"
         low, high = f"{self.low:.{digits}f}", f"{self.high:.{digits}f}"
         return text if low == high else f"{text} ({low} to {high})"
+
+
+def _present(values: Sequence[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
 
 
 def paired_ratio(
@@ -83,10 +91,10 @@ class Comparison:
         self._repeats = repeats
 
     def entries(self) -> Iterator[tuple[str, str]]:
-        """Contestants and dtypes, precision by precision, in the order in which they ran."""
-        seen = dict.fromkeys((name, dtype) for name, dtype, _ in self._runs)
-        dtypes = list(dict.fromkeys(dtype for _, dtype in seen))
-        yield from sorted(seen, key=lambda entry: dtypes.index(entry[1]))
+        """Contestants and dtypes, precision by precision, servers before libraries."""
+        names = list(BY_NAME)
+        seen = {(name, dtype) for name, dtype, _ in self._runs}
+        yield from sorted(seen, key=lambda entry: (DTYPES.index(entry[1]), names.index(entry[0])))
 
     def figures(self, name: str, dtype: str, workload: str, key: str) -> list[float | None]:
         """One for each repeat."""
@@ -104,6 +112,11 @@ class Comparison:
         """GB."""
         runs = [self._runs.get((name, dtype, repeat)) for repeat in range(self._repeats)]
         return [run.peak_rss / 1e9 if run and run.peak_rss else None for run in runs]
+
+    def was_measured(self, name: str, dtype: str, workload: str) -> bool:
+        return any(
+            run.results.get(workload) for run in self._runs.values() if (run.contestant, run.dtype) == (name, dtype)
+        )
 
     def ratio(self, name: str, dtype: str, workload: str) -> Spread | None:
         """To jaxpaged's own of the same kind (server or in process) and precision; None for jaxpaged itself."""
@@ -128,17 +141,27 @@ class Comparison:
         return [f"{name} ({cpus:.2f})" for cpus, name in sorted(loads, reverse=True)]
 
     def errors(self) -> list[str]:
-        return [
-            f"{run.contestant} {run.dtype}, repeat {run.repeat + 1}: {run.error}"
-            for run in self._runs.values()
-            if run.error
-        ]
+        """What did not start or ended early, and requests that failed."""
+        lines = []
+        for run in self._runs.values():
+            who = f"{run.contestant} {run.dtype}, repeat {run.repeat + 1}"
+            if run.error:
+                lines.append(f"{who}: {run.error}")
+            for workload, result in run.results.items():
+                if result["failed"]:
+                    total = result["completed"] + result["failed"]
+                    reasons = "; ".join(result["errors"])
+                    lines.append(f"{who}: {result['failed']} of {total} requests of {workload} failed: {reasons}")
+        return lines
 
 
-def markdown(comparison: Comparison, workloads: Sequence[str]) -> str:
-    """Every table."""
+def markdown(comparison: Comparison, workloads: Sequence[str], picture: str | None = None) -> str:
+    """Every table, and the picture of W4 below its own."""
     parts = [ratio_table(comparison, workloads), cost_table(comparison)]
-    parts += [workload_table(comparison, workload) for workload in workloads]
+    for workload in workloads:
+        parts.append(workload_table(comparison, workload))
+        if workload == "W4" and picture:
+            parts.append(f"![normalized latency over request rate]({picture})")
     return "\n\n".join(parts)
 
 
@@ -163,7 +186,7 @@ def cost_table(comparison: Comparison) -> str:
             dtype,
             "server" if BY_NAME[name].is_server else "in process",
             _show(Spread.of(comparison.starts(name, dtype)), 1),
-            _show(Spread.of(comparison.memory(name, dtype)), 2),
+            _show_most(comparison.memory(name, dtype), 2),
         ]
         for name, dtype in comparison.entries()
     ]
@@ -174,22 +197,25 @@ def workload_table(comparison: Comparison, workload: str) -> str:
     kind = WORKLOADS[workload]
     rows = []
     for name, dtype in comparison.entries():
-        main = comparison.spread(name, dtype, workload, kind.figure)
-        if main is None:
+        if not comparison.was_measured(name, dtype, workload):
             continue
+        main = comparison.spread(name, dtype, workload, kind.figure)
         cells = []
         for column in kind.columns:
-            medians = [comparison.spread(name, dtype, workload, key) for key in column.keys]
-            cells.append(" / ".join("-" if s is None else f"{s.median:.{column.digits}f}" for s in medians))
-        rows.append(
-            [name, dtype, main.show(kind.digits), _show(comparison.ratio(name, dtype, workload), 2, "x"), *cells]
-        )
+            figures = [_present(comparison.figures(name, dtype, workload, key)) for key in column.keys]
+            cells.append(" / ".join(f"{column.of_repeats(f):.{column.digits}f}" if f else "-" for f in figures))
+        ratio = _show(comparison.ratio(name, dtype, workload), 2, "x")
+        rows.append([name, dtype, _show(main, kind.digits) or "failed", ratio, *cells])
     headings = ["", "dtype", f"{kind.heading}", "jaxpaged is", *(column.heading for column in kind.columns)]
     return f"## {workload}: {kind.title}\n\n" + table(headings, rows)
 
 
 def _show(spread: Spread | None, digits: int, suffix: str = "") -> str:
     return spread.show(digits, suffix) if spread else ""
+
+
+def _show_most(values: Sequence[float | None], digits: int) -> str:
+    return f"{max(present):.{digits}f}" if (present := _present(values)) else ""
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -16,11 +16,14 @@ import serve
 MIXED_INPUTS = "lognormal:160,0.7,16,1024"
 MIXED_OUTPUTS = "lognormal:100,0.7,8,256"
 CONCURRENCY = 16
-# W4 ends at the first rate with a mean normalized latency above this, in seconds a token.
-LATENCY_LIMIT_S = 0.5
-FIRST_RATE = 0.5
-RATE_STEP = math.sqrt(2)
-MAX_RATES = 16
+# Mean normalized latencies, in ms a token, at which W4 tells the rate.
+LATENCIES_MS = (100, 200, 500)
+RATES = tuple(0.5 * math.sqrt(2) ** step for step in range(16))
+# What is kept of each rate of W4.
+POINT_KEYS = (
+    "duration", "completed", "failed", "output_throughput", "max_concurrent_requests",
+    "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms", "mean_norm_ms", "median_norm_ms", "p90_norm_ms",
+)  # fmt: skip
 DECODE_ROWS = 8
 DECODE_CONTEXT = 2048
 LONGEST_INTRUDER = 4096
@@ -58,7 +61,7 @@ class Outcome:
     max_concurrent: int = 0
 
     def summary(self) -> dict[str, Any]:
-        return serve.report(self.results, self.duration, self.max_concurrent)
+        return serve.report(self.results, self.duration, self.max_concurrent) | counts(self.results)
 
 
 # Runs a load to its end.
@@ -67,15 +70,23 @@ RunLoad = Callable[[Load], Outcome]
 
 @dataclass(frozen=True)
 class Settings:
-    """Attributes:
-    max_model_len: most tokens of a prompt and its output, in every contestant.
-    rate_seconds: of arrivals at each rate of W4.
-    small: an eighth of the requests, to try a set-up.
+    """The same for all contestants.
+
+    Attributes:
+        repeat: has its own prompts, which no prefix cache has seen, of the same lengths.
+        max_model_len: most tokens of a prompt and its output, in every contestant.
+        rates: of W4, requests a second, rising.
+        rate_seconds: of arrivals at each of them.
+        latency_limit_s: W4 ends at the first rate with a mean normalized latency above this, in seconds a token.
+        small: an eighth of the requests, to try a set-up.
     """
 
     seed: int = 0
+    repeat: int = 0
     max_model_len: int = 2048
+    rates: Sequence[float] = RATES
     rate_seconds: float = 60.0
+    latency_limit_s: float = 0.5
     small: bool = False
 
     def count(self, full: int) -> int:
@@ -85,19 +96,24 @@ class Settings:
         """A generator of its own for each purpose, so that no workload depends on which others run."""
         return np.random.default_rng([self.seed, *name.encode()])
 
+    def prompt_rng(self, name: str) -> np.random.Generator:
+        """The same for the tokens of prompts, another one in each repeat."""
+        return self.rng(f"{name} prompts {self.repeat}")
+
 
 def token_ids(rng: np.random.Generator, count: int) -> list[int]:
     return [int(token) for token in rng.integers(*serve.TOKEN_IDS, size=count)]
 
 
 def random_requests(
-    rng: np.random.Generator, count: int, inputs: str, outputs: str, prefix: Sequence[int] = ()
+    settings: Settings, name: str, count: int, inputs: str, outputs: str, prefix: Sequence[int] = ()
 ) -> list[Request]:
     """Prompts of random tokens after `prefix`; lengths as `serve.draw_lengths` reads them."""
-    input_lens = serve.draw_lengths(inputs, count, rng)
-    output_lens = serve.draw_lengths(outputs, count, rng)
+    lengths, prompts = settings.rng(name), settings.prompt_rng(name)
+    input_lens = serve.draw_lengths(inputs, count, lengths)
+    output_lens = serve.draw_lengths(outputs, count, lengths)
     return [
-        Request([*prefix, *token_ids(rng, input_len)], output_len)
+        Request([*prefix, *token_ids(prompts, input_len)], output_len)
         for input_len, output_len in zip(input_lens, output_lens, strict=True)
     ]
 
@@ -105,62 +121,60 @@ def random_requests(
 def _warm_up(
     run: RunLoad, settings: Settings, name: str, inputs: str, outputs: str, prefix: Sequence[int] = ()
 ) -> None:
-    rng = settings.rng(f"{name} warm-up")
-    run(Load(random_requests(rng, 4, inputs, outputs, prefix), CONCURRENCY))
+    run(Load(random_requests(settings, f"{name} warm-up", 4, inputs, outputs, prefix), CONCURRENCY))
 
 
 def one_stream(run: RunLoad, settings: Settings) -> dict[str, Any]:
     """W1: one request at a time, prompt 128, output 64."""
     _warm_up(run, settings, "W1", "128", "16")
-    requests = random_requests(settings.rng("W1"), settings.count(8), "128", "64")
+    requests = random_requests(settings, "W1", settings.count(8), "128", "64")
     return run(Load(requests, 1)).summary()
 
 
 def mixed(run: RunLoad, settings: Settings) -> dict[str, Any]:
     """W2: 16 at a time, lognormal prompts (mean 160) and outputs (mean 100, at most 256)."""
     _warm_up(run, settings, "W2", MIXED_INPUTS, "16")
-    requests = random_requests(settings.rng("W2"), settings.count(64), MIXED_INPUTS, MIXED_OUTPUTS)
+    requests = random_requests(settings, "W2", settings.count(64), MIXED_INPUTS, MIXED_OUTPUTS)
     return run(Load(requests, CONCURRENCY)).summary()
 
 
 def shared_prefix(run: RunLoad, settings: Settings) -> dict[str, Any]:
     """W3: 16 at a time, prompts with 512 tokens in common and 32 of their own, output 32."""
-    prefix = token_ids(settings.rng("W3 prefix"), 512)
+    prefix = token_ids(settings.prompt_rng("W3 prefix"), 512)
     _warm_up(run, settings, "W3", "32", "16", prefix)
-    requests = random_requests(settings.rng("W3"), settings.count(48), "32", "32", prefix)
+    requests = random_requests(settings, "W3", settings.count(48), "32", "32", prefix)
     return run(Load(requests, CONCURRENCY)).summary()
 
 
 def rising_rate(run: RunLoad, settings: Settings) -> dict[str, Any]:
-    """W4: lengths of W2, Poisson arrivals at rising rates until normalized latency passes 0.5 s a token."""
+    """W4: lengths of W2, Poisson arrivals at rising rates until the mean of time / output tokens is too long."""
     _warm_up(run, settings, "W4", MIXED_INPUTS, "16")
-    points = []
-    rate = FIRST_RATE
-    for _ in range(2 if settings.small else MAX_RATES):
+    points: list[dict[str, Any]] = []
+    results: list[serve.Result] = []
+    for rate in settings.rates[:2] if settings.small else settings.rates:
         # Other prompts at each rate, which no prefix cache has seen; the same gaps, only closer.
-        rng = settings.rng(f"W4 {rate:.2f}")
         count = settings.count(max(8, round(rate * settings.rate_seconds)))
-        requests = random_requests(rng, count, MIXED_INPUTS, MIXED_OUTPUTS)
+        requests = random_requests(settings, f"W4 {rate:.2f}", count, MIXED_INPUTS, MIXED_OUTPUTS)
         arrivals = serve.arrival_times(count, rate, 1.0, settings.rng("W4 arrivals"))
         outcome = run(Load([Request(r.prompt, r.output_len, at) for r, at in zip(requests, arrivals, strict=True)]))
+        results += outcome.results
         summary = outcome.summary()
-        points.append({"rate": rate, **summary})
-        if summary["failed"] or summary["mean_norm_ms"] > LATENCY_LIMIT_S * 1000:
+        points.append({"rate": rate} | {key: summary[key] for key in POINT_KEYS})
+        if summary["failed"] or summary["mean_norm_ms"] > settings.latency_limit_s * 1000:
             break
-        rate *= RATE_STEP
-    return {
-        "points": points,
-        "completed": sum(point["completed"] for point in points),
-        "failed": sum(point["failed"] for point in points),
-        "sustained_rate": sustained_rate([(p["rate"], p["mean_norm_ms"] / 1000) for p in points]),
+    rates = {
+        f"rate_at_{ms}ms": sustained_rate([(p["rate"], p["mean_norm_ms"]) for p in points], ms)
+        for ms in LATENCIES_MS
+        if ms <= settings.latency_limit_s * 1000
     }
+    return {"points": points, **counts(results), **rates}
 
 
-def sustained_rate(points: Sequence[tuple[float, float]], limit: float = LATENCY_LIMIT_S) -> float:
+def sustained_rate(points: Sequence[tuple[float, float]], limit: float) -> float:
     """Requests a second at which normalized latency reaches `limit`, by a straight line between the points around it.
 
     Args:
-        points: (rate, seconds a token), rates rising.
+        points: (rate, latency in the unit of `limit`), rates rising.
 
     Returns:
         The last rate where none passes the limit; 0 where the first does.
@@ -180,7 +194,7 @@ def long_decode(run: RunLoad, settings: Settings) -> dict[str, Any]:
     output_len = 128
     _warm_up(run, settings, "W5", "128", "16")
     input_len = min(DECODE_CONTEXT, settings.max_model_len) - output_len - 16
-    requests = random_requests(settings.rng("W5"), DECODE_ROWS, str(input_len), str(output_len))
+    requests = random_requests(settings, "W5", DECODE_ROWS, str(input_len), str(output_len))
     outcome = run(Load(requests, DECODE_ROWS))
     return outcome.summary() | {"decode_throughput": decode_throughput(outcome.results)}
 
@@ -208,15 +222,15 @@ def decode_throughput(results: Sequence[serve.Result]) -> float:
 def long_prompt_arrives(run: RunLoad, settings: Settings) -> dict[str, Any]:
     """pace: gaps between the tokens of 8 decoding rows, without and with a long prompt (4k or what fits) arriving."""
     _warm_up(run, settings, "pace", "128", "16")
-    rows = random_requests(settings.rng("pace"), DECODE_ROWS, "128", "224")
+    rows = random_requests(settings, "pace", DECODE_ROWS, "128", "224")
     intruder_len = min(LONGEST_INTRUDER, settings.max_model_len - 16)
-    intruder = Request(token_ids(settings.rng("pace intruder"), intruder_len), 8, arrival=1.5)
+    intruder = Request(token_ids(settings.prompt_rng("pace intruder"), intruder_len), 8, arrival=1.5)
     alone = run(Load(rows))
     # Other tokens, so that no prefix cache changes the second run.
-    others = random_requests(settings.rng("pace again"), DECODE_ROWS, "128", "224")
+    others = random_requests(settings, "pace again", DECODE_ROWS, "128", "224")
     beside = run(Load([*others, intruder]))
     return {
-        **counts(*alone.results, *beside.results),
+        **counts([*alone.results, *beside.results]),
         "intruder_tokens": intruder_len,
         "intruder_ttft_ms": beside.results[-1].ttft * 1000,
         "alone_p99_itl_ms": gap_percentile(alone.results, 99),
@@ -240,30 +254,39 @@ def gap_percentile(results: Sequence[serve.Result], percent: float) -> float:
 def prefix_hit(run: RunLoad, settings: Settings) -> dict[str, Any]:
     """prefix: time to the first token of 512 + 32 tokens, one at a time, the 512 new (miss) or seen before (hit)."""
     _warm_up(run, settings, "prefix", "544", "8")
-    rng = settings.rng("prefix")
+    rng = settings.prompt_rng("prefix")
     prefixes = [token_ids(rng, 512) for _ in range(settings.count(16) // 2)]
     misses = run(Load([Request([*prefix, *token_ids(rng, 32)], 8) for prefix in prefixes], 1))
     hits = run(Load([Request([*prefix, *token_ids(rng, 32)], 8) for prefix in prefixes], 1))
     miss, hit = (statistics.median(r.ttft for r in outcome.results) * 1000 for outcome in (misses, hits))
     return {
-        **counts(*misses.results, *hits.results),
+        **counts([*misses.results, *hits.results]),
         "miss_ttft_ms": miss,
         "hit_ttft_ms": hit,
         "hit_share": hit / miss if miss else 0.0,
     }
 
 
-def counts(*results: serve.Result) -> dict[str, Any]:
-    return {"completed": sum(r.success for r in results), "failed": sum(not r.success for r in results)}
+def counts(results: Sequence[serve.Result]) -> dict[str, Any]:
+    """How many succeeded and failed, and a few of the reasons."""
+    errors = sorted({result.error for result in results if not result.success})
+    return {"completed": sum(r.success for r in results), "failed": sum(not r.success for r in results)} | (
+        {"errors": errors[:3]} if errors else {}
+    )
 
 
 @dataclass(frozen=True)
 class Column:
-    """Of a workload's table: one figure, or several with slashes between."""
+    """Of a workload's table: one figure, or several with slashes between.
+
+    Attributes:
+        of_repeats: what is shown of the repeats' figures.
+    """
 
     heading: str
     keys: Sequence[str]
     digits: int = 0
+    of_repeats: Callable[[Sequence[float]], float] = statistics.median
 
 
 LATENCIES = (
@@ -272,7 +295,10 @@ LATENCIES = (
     Column("between tokens, ms, p50 / p99", ("median_itl_ms", "p99_itl_ms"), 1),
     Column("normalized, ms/token", ("mean_norm_ms",), 1),
 )
-TRUST = (Column("done / failed", ("completed", "failed")), Column("other load, CPUs", ("other_cpus",), 2))
+TRUST = (
+    Column("requests done / failed", ("completed", "failed"), of_repeats=sum),
+    Column("other load, CPUs, most", ("other_cpus",), 2, of_repeats=max),
+)
 
 
 @dataclass(frozen=True)
@@ -297,15 +323,22 @@ WORKLOADS = {
     "W1": Workload(one_stream, "output_throughput", "output tokens/s", (*LATENCIES, *TRUST), 1),
     "W2": Workload(mixed, "output_throughput", "output tokens/s", (*LATENCIES, *TRUST)),
     "W3": Workload(shared_prefix, "output_throughput", "output tokens/s", (*LATENCIES, *TRUST)),
-    "W4": Workload(rising_rate, "sustained_rate", "requests/s at 0.5 s/token", TRUST, 2),
+    "W4": Workload(
+        rising_rate,
+        "rate_at_200ms",
+        "requests/s at 0.2 s/token",
+        (Column("at 0.1 / 0.5 s/token", ("rate_at_100ms", "rate_at_500ms"), 2), *TRUST),
+        2,
+    ),
     "W5": Workload(long_decode, "decode_throughput", "decoded tokens/s", (*LATENCIES, *TRUST)),
     "pace": Workload(
         long_prompt_arrives,
-        "beside_p99_itl_ms",
-        "p99 between tokens beside a long prompt, ms",
+        # Not the 99th percentile: one stall of all rows for the whole prompt is less than a hundredth of the gaps.
+        "beside_max_itl_ms",
+        "longest gap between tokens beside a long prompt, ms",
         (
-            Column("p99 without it, ms", ("alone_p99_itl_ms",)),
-            Column("longest gap without / with, ms", ("alone_max_itl_ms", "beside_max_itl_ms")),
+            Column("without it, ms", ("alone_max_itl_ms",)),
+            Column("p99 without / with, ms", ("alone_p99_itl_ms", "beside_p99_itl_ms")),
             Column("its tokens", ("intruder_tokens",)),
             Column("its first token, ms", ("intruder_ttft_ms",)),
             *TRUST,

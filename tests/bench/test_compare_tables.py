@@ -68,21 +68,36 @@ def test_peers_are_compared_with_their_own_kind_and_precision() -> None:
 
 def test_start_and_memory() -> None:
     [_, _, own, peer, *_] = rows(tables.cost_table(comparison()))
-    assert own == ["jaxpaged", "bf16", "server", "4.5 (4.0 to 5.0)", "1.10 (1.00 to 1.20)"]
-    assert peer == ["vllm", "bf16", "server", "65.0 (60.0 to 70.0)", "4.70 (4.60 to 4.80)"]
+    assert own == ["jaxpaged", "bf16", "server", "4.5 (4.0 to 5.0)", "1.20"]
+    assert peer == ["vllm", "bf16", "server", "65.0 (60.0 to 70.0)", "4.80"]
 
 
 def test_a_workloads_table_shows_what_was_measured() -> None:
     runs = [run("jaxpaged", 0, W1=100), run("vllm", 0, W1=50), run("llama.cpp", 0)]
     runs[1].results["W1"] |= {"median_ttft_ms": 97.6, "p99_ttft_ms": 120.2, "other_cpus": 0.5}
-    runs.append(tables.Run("hf-batch8", "bf16", 0, results={"W1": {"output_throughput": 0.0, "completed": 0}}))
     text = tables.workload_table(tables.Comparison(runs, 1), "W1")
     assert text.startswith("## W1: one request at a time, prompt 128, output 64\n")
     head, _, own, peer = rows(text)
     assert own[:4] == ["jaxpaged", "bf16", "100.0", ""]
     assert peer[:5] == ["vllm", "bf16", "50.0", "2.00x", "98 / 120"]
-    assert dict(zip(head, peer, strict=True))["other load, CPUs"] == "0.50"
-    assert dict(zip(head, peer, strict=True))["done / failed"] == "8 / 0"
+    assert dict(zip(head, peer, strict=True))["other load, CPUs, most"] == "0.50"
+    assert dict(zip(head, peer, strict=True))["requests done / failed"] == "8 / 0"
+
+
+def test_a_repeat_in_which_requests_failed_has_no_figures() -> None:
+    runs = [run("jaxpaged", repeat, W1=100) for repeat in range(2)] + [
+        run("vllm", repeat, W1=50) for repeat in range(2)
+    ]
+    runs[3].results["W1"] |= {"failed": 2, "completed": 6, "output_throughput": 20.0, "errors": ["HTTP 503: busy"]}
+    both = tables.Comparison(runs, 2)
+    assert both.spread("vllm", "bf16", "W1", "output_throughput") == Spread(50.0, 50.0, 50.0)
+    assert both.ratio("vllm", "bf16", "W1") == Spread(2.0, 2.0, 2.0)
+    assert both.errors() == ["vllm bf16, repeat 2: 2 of 8 requests of W1 failed: HTTP 503: busy"]
+    head, _, _, peer = rows(tables.workload_table(both, "W1"))
+    assert dict(zip(head, peer, strict=True))["requests done / failed"] == "14 / 2"
+    del runs[2]
+    alone = rows(tables.workload_table(tables.Comparison(runs, 2), "W1"))[3]
+    assert alone[:4] == ["vllm", "bf16", "failed", ""]
 
 
 def test_what_failed_is_named() -> None:

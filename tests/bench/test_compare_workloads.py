@@ -48,7 +48,9 @@ def result(start: float, ttft: float, gaps: list[float], tokens: int | None = No
 
 
 def measured(name: str, contestant: FakeContestant, **settings: Any) -> dict[str, Any]:
-    figures: dict[str, Any] = workloads.WORKLOADS[name].measure(contestant, Settings(**settings))
+    figures: dict[str, Any] = workloads.WORKLOADS[name].measure(
+        contestant, Settings(**{"rate_seconds": 5.0} | settings)
+    )
     return figures
 
 
@@ -65,6 +67,19 @@ def test_every_contestant_gets_the_same_requests_whatever_else_runs(name: str) -
     assert [load.requests for load in first.loads] != [load.requests for load in other.loads]
     assert all(len(r.prompt) + r.output_len <= 2048 for load in first.loads for r in load.requests)
     assert all(1000 <= token < 10_000 for load in first.loads for r in load.requests for token in r.prompt)
+
+
+@pytest.mark.parametrize("name", list(workloads.WORKLOADS))
+def test_a_repeat_has_new_prompts_of_the_same_lengths(name: str) -> None:
+    repeats = [FakeContestant(), FakeContestant()]
+    for repeat, contestant in enumerate(repeats):
+        measured(name, contestant, repeat=repeat)
+    first, second = ([r for load in contestant.loads for r in load.requests] for contestant in repeats)
+    assert [(len(r.prompt), r.output_len, r.arrival) for r in first] == [
+        (len(r.prompt), r.output_len, r.arrival) for r in second
+    ]
+    # Not even a first block of 16 is in any cache.
+    assert not {tuple(r.prompt[:16]) for r in first} & {tuple(r.prompt[:16]) for r in second}
 
 
 def test_one_stream() -> None:
@@ -118,13 +133,22 @@ def test_rates_rise_until_the_latency_passes_the_limit() -> None:
     latencies = [point["mean_norm_ms"] / 1000 for point in figures["points"]]
     assert all(latency <= 0.5 for latency in latencies[:-1]) and latencies[-1] > 0.5
     # 0.2 s a token at one request a second: 0.5 s at 2.5, as far as the arrivals drawn keep to their rate.
-    assert figures["sustained_rate"] == pytest.approx(2.5, rel=0.25)
+    assert figures["rate_at_500ms"] == pytest.approx(2.5, rel=0.25)
+    assert figures["rate_at_200ms"] == pytest.approx(1.0, rel=0.25)
+    assert figures["rate_at_100ms"] == pytest.approx(0.5, rel=0.25)
     assert figures["completed"] == sum(len(load.requests) for load in contestant.loads[1:])
     # The same gaps between them, only closer, and prompts that no prefix cache has seen.
     slow, fast = contestant.loads[1].requests, contestant.loads[3].requests
     assert [r.arrival for r in slow] == pytest.approx([2 * r.arrival for r in fast[: len(slow)]])
     prompts = [tuple(r.prompt[:16]) for load in contestant.loads for r in load.requests]
     assert len(set(prompts)) == len(prompts)
+
+
+def test_rates_and_limit_can_be_chosen() -> None:
+    figures = measured("W4", Saturating(), rates=(0.5, 0.7, 1.4, 2.8), rate_seconds=200.0, latency_limit_s=0.2)
+    assert [point["rate"] for point in figures["points"]] == [0.5, 0.7, 1.4]
+    assert figures["rate_at_200ms"] == pytest.approx(1.0, rel=0.25)
+    assert "rate_at_500ms" not in figures
 
 
 @pytest.mark.parametrize(
@@ -181,6 +205,24 @@ def test_a_long_prompt_arrives_among_rows_that_decode() -> None:
     assert figures["beside_p99_itl_ms"] == pytest.approx(10)
     assert not {tuple(r.prompt) for r in alone.requests} & {tuple(r.prompt) for r in beside.requests}
     assert measured("pace", FakeContestant(), max_model_len=2048)["intruder_tokens"] == 2032
+
+
+def test_failures_are_counted_with_their_reasons() -> None:
+    class Refusing(FakeContestant):
+        def answer(self, request: Any) -> Any:
+            answer = super().answer(request)
+            if request.output_len > 200:
+                answer.error = "HTTP 503: busy"
+            return answer
+
+    for name in ("W2", "W4"):
+        contestant = Refusing()
+        figures = measured(name, contestant)
+        asked = [r.output_len for load in contestant.loads[1:] for r in load.requests]
+        refused = sum(length > 200 for length in asked)
+        assert refused and (figures["failed"], figures["completed"]) == (refused, len(asked) - refused)
+        assert figures["errors"] == ["HTTP 503: busy"]
+    assert "errors" not in measured("W2", FakeContestant())
 
 
 def test_hits_share_with_the_misses_before_them() -> None:
