@@ -177,6 +177,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write every figure of every run")
     add("--plot", type=Path, metavar="FILE", help="a PNG of W4 (needs matplotlib: the extra `bench`)")
     args = parser.parse_args(argv)
+    check_args(parser, args)
+    return args
+
+
+def check_args(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Leaves with status 2 and a line for options that do not fit."""
     if args.repeats < 1 or args.rate_seconds <= 0 or args.time_limit <= 0:
         parser.error("--repeats, --rate-seconds and --time-limit must be above 0")
     if list(args.rates) != sorted(args.rates) or args.rates[0] <= 0:
@@ -191,15 +197,18 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--plot shows W4: add it to --workloads")
     if args.plot and (reason := why_not()):
         parser.error(f"--plot: {reason}")
+    for flag, path in (("--json", args.json), ("--plot", args.plot)):
+        if path is not None and not path.parent.is_dir():
+            parser.error(f"{flag}: the folder {path.parent} is not there; make it first")
     if not (args.model.expanduser() / "config.json").is_file():
         parser.error(f"--model {args.model} has no config.json; name a Hugging Face folder (see bench/peers.md, Model)")
-    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    # So that what it has started is stopped too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # So that what it has started ends too: what is paused would stay for ever.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     return compare(args)
 
 

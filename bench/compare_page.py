@@ -17,7 +17,7 @@ from typing import Any
 
 from peers.plot import plot_rates, why_not
 from peers.records import Record, read_runs
-from peers.tables import Comparison, Run, markdown
+from peers.tables import QUIET_CPUS, Comparison, Run, markdown
 from peers.workloads import WORKLOADS
 
 # Facts that must be the same in all files, and the words for them.
@@ -81,7 +81,7 @@ def _words(value: Any) -> str:
 def command_of(record: Record) -> str:
     """Of the settings that shape the figures."""
     settings = record.facts["settings"]
-    names = ["peers", "workloads", "dtype", "repeats", "threads", "max_num_seqs", "max_model_len"]
+    names = ["peers", "workloads", "dtype", "repeats", "threads", "max_num_seqs", "max_model_len", "time_limit", "seed"]
     if "W4" in settings["workloads"]:
         names += ["rates", "rate_seconds", "latency_limit"]
     options = [f"--{name.replace('_', '-')} {_option(settings[name])}" for name in names]
@@ -98,7 +98,7 @@ def _option(value: Any) -> str:
 def noise(comparison: Comparison) -> str:
     disturbed = comparison.disturbances()
     if not disturbed:
-        return "No other program took more than a tenth of a processor from any measurement."
+        return f"Other programs took no more than {QUIET_CPUS:g} processors from any measurement."
     return f"Other programs took processors from {', '.join(disturbed)}: these figures are to be taken with care."
 
 

@@ -71,16 +71,66 @@ class HTTPClient:
         return receiver.pieces
 
 
+@dataclass(frozen=True)
+class _Head:
+    """Of an answer.
+
+    Attributes:
+        size: bytes, the empty line included.
+        length: bytes of the body; None where the server does not say, or sends chunks.
+    """
+
+    status: int
+    size: int
+    is_chunked: bool
+    length: int | None
+
+    @classmethod
+    def of(cls, data: bytes) -> _Head | None:
+        """None: not all of it has come.
+
+        Raises:
+            ValueError: it is not HTTP.
+        """
+        head, end, _ = data.partition(b"\r\n\r\n")
+        if not end:
+            return None
+        first, *lines = head.split(b"\r\n")
+        version, code, *_ = [*first.split(None, 2), b""]
+        if not version.startswith(b"HTTP/"):
+            raise ValueError(f"not an answer in HTTP: {head[:80]!r}")
+        fields = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines)}
+        is_chunked = fields.get(b"transfer-encoding", b"").lower().endswith(b"chunked")
+        length = None if is_chunked else fields.get(b"content-length")
+        return cls(int(code), len(head) + 4, is_chunked, None if length is None else int(length))
+
+
 class _Receiver(asyncio.Protocol):
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._head: _Head | None = None
+        self._size = 0
+        self._tail = b""
 
     def data_received(self, data: bytes) -> None:
         self.pieces.append((time.perf_counter(), data))
+        self._size += len(data)
+        self._tail = (self._tail + data)[-len(_LAST_CHUNK) :]
         # Not every server hangs up when it is asked to.
-        if data.endswith(_LAST_CHUNK) and read_answer(self.pieces).is_complete:
+        if self._is_over():
             self.connection_lost(None)
+
+    def _is_over(self) -> bool:
+        try:
+            self._head = self._head or _Head.of(b"".join(data for _, data in self.pieces))
+            if self._head is None:
+                return False
+            if self._head.is_chunked:
+                return self._tail == _LAST_CHUNK and read_answer(self.pieces).is_complete
+        except ValueError:  # whoever reads the pieces is told
+            return True
+        return self._head.length is not None and self._size >= self._head.size + self._head.length
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.ended.done():
@@ -97,30 +147,28 @@ def read_answer(pieces: Sequence[Piece]) -> Answer:
     Raises:
         ValueError: it is not HTTP, or ended before the answer began.
     """
-    status, is_chunked, is_complete = 0, False, False
-    held, body = b"", []
+    head: _Head | None = None
+    held, body, is_last = b"", [], False
     for moment, data in pieces:
         held += data
-        if not status:
-            head, end, rest = held.partition(b"\r\n\r\n")
-            if not end:
+        if head is None:
+            head = _Head.of(held)
+            if head is None:
                 continue
-            version, code, *_ = head.split(None, 2)
-            if not version.startswith(b"HTTP/"):
-                raise ValueError(f"not an answer in HTTP: {head[:80]!r}")
-            status, is_chunked, held = int(code), b"\ntransfer-encoding: chunked" in head.lower(), rest
-        if not is_chunked:
+            held = held[head.size :]
+        if not head.is_chunked:
             body.append((moment, held))
             held = b""
             continue
-        while not is_complete:
+        while not is_last:
             size, end, rest = held.partition(b"\r\n")
             length = int(size.partition(b";")[0], 16) if end else 0
             if not end or len(rest) < length + 2:
                 break
             if length:
                 body.append((moment, rest[:length]))
-            held, is_complete = rest[length + 2 :], length == 0
-    if not status:
+            held, is_last = rest[length + 2 :], length == 0
+    if head is None:
         raise ValueError("the connection ended before an answer")
-    return Answer(status, body, is_complete or not is_chunked)
+    is_whole = head.length is None or sum(len(data) for _, data in body) >= head.length
+    return Answer(head.status, body, is_last if head.is_chunked else is_whole)

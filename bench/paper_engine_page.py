@@ -15,8 +15,8 @@ _PAGE = """\
 *Measured* on {machine}; the model has {model}. All systems have the same kernels, compiled programs, pool
 ({slots:,} tokens) and requests ({lengths}; at most {max_model_len} tokens each). Only who owns the KV memory
 differs: the engine's block manager, or the simulator's baselines, which reserve a piece of a buddy allocator for each
-request. The engine takes its steps in turn, without planning one ahead. Medians of {repeats} repeats, in which the
-systems took turns.
+request. The engine takes its steps in turn, without planning one ahead. Medians of {repeats} repeats of the same
+arrivals, in which the systems took turns.
 
 *Simulated*, in brackets: the same arrivals served by the simulator. Its step times: {constants}. The steps of the fit
 are of other requests than those of this page, which it therefore predicts: {errors}
@@ -33,8 +33,8 @@ are of other requests than those of this page, which it therefore predicts: {err
 
 Milliseconds of a request's latency for each token of its output, on average over the requests of the rate.
 
-| requests/s | {names} |
-| --- |{columns}
+| requests/s | requests | {names} |
+| --- | ---: |{columns}
 {rates}
 
 Written by `python bench/paper_engine.py --out bench/paper`.
@@ -101,7 +101,7 @@ def _rate_row(rate: float, points: list[dict[str, Any]]) -> str:
         f"{1e3 * p['measured']['normalized_latency']:.1f} ({1e3 * p['simulated']['normalized_latency']:.1f})"
         for p in points
     ]
-    return f"| {' | '.join([f'{rate:g}', *cells])} |"
+    return f"| {' | '.join([f'{rate:g}', str(points[0]['requests']), *cells])} |"
 
 
 def _plot(points: list[dict[str, Any]], systems: list[str], machine: str, path: Path) -> None:

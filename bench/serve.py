@@ -156,7 +156,7 @@ class Recording:
             reader.end()
             if not answer.is_complete and not result.error:
                 result.error = "the connection ended before the answer did"
-        except (ValueError, KeyError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError) as error:  # what a server sent may be anything
             result.error = f"{type(error).__name__}: {error}"
         return result
 

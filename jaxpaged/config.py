@@ -187,8 +187,8 @@ class EngineConfig:
         max_model_len: None = as long as the model was trained for.
         kv_cache_dtype: "auto" keeps keys and values as they are computed; "int8" and "fp8" quantize each vector to one
             byte a value and one float32 scale. fp8 needs an NVIDIA GPU of compute capability 8.9 or later, or a CPU.
-        kv_cache_memory: bytes of the KV pool. None: what is left on a GPU; 1 GiB on a CPU, of which cached prefixes
-            that no request uses take no more than 384 tokens a row, so that the rest stays free for other programs.
+        kv_cache_memory: bytes of the KV pool. None: what is left on a GPU; 1 GiB on a CPU, where cached prefixes
+            take memory that no request has used yet only up to 384 tokens a row: the rest is left to other programs.
         num_blocks: blocks of the pool, over kv_cache_memory.
         gpu_memory_utilization: share of the memory that JAX manages on a GPU (by default 75 % of the GPU's, see
             XLA_PYTHON_CLIENT_MEM_FRACTION) that weights, temporaries and pool may take together.

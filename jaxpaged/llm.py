@@ -23,6 +23,7 @@ from jaxpaged.pooling import PoolingParams
 from jaxpaged.request import OutputKind, SamplingParams
 from jaxpaged.tokenizer import Message, encode_rendered, render_chat
 from jaxpaged.weights import GenerationConfig
+from jaxpaged.weights.stored_tokenizer import StoredTokenizer
 
 if TYPE_CHECKING:
     from flax import nnx
@@ -229,7 +230,9 @@ class LLM:
         return self._engine.scheduler_config.max_model_len
 
     def get_tokenizer(self) -> Any:
-        return self._engine.tokenizer
+        """The tokenizer, whole, also where the engine does with less of it; None where there is none."""
+        tokenizer = self._engine.tokenizer
+        return tokenizer.load() if isinstance(tokenizer, StoredTokenizer) else tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """`SamplingParams()` with the defaults that the model's generation_config.json sets."""

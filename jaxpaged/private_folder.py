@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
@@ -15,7 +16,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class PrivateFolder:
-    """Files by name. What cannot be read is not there; what cannot be written is not kept, with a warning.
+    """Files by name. What cannot be read is not there; what cannot be written is not kept, with one warning.
 
     Attributes:
         path: made at the first `write`.
@@ -23,6 +24,7 @@ class PrivateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._has_failed = False
 
     def read(self, name: str) -> bytes | None:
         """The content of a file; None where there is none, or it or the folder is another's or others may write it."""
@@ -35,19 +37,23 @@ class PrivateFolder:
             return None
 
     def write(self, name: str, content: bytes) -> None:
-        """All of a file or nothing: other processes may be reading and writing the same."""
+        """All of a file or nothing: other processes may be reading and writing the same. After one that could not be
+        written no other is tried."""
+        if self._has_failed:
+            return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not _is_private(self.path.stat()):
-                logger.warning("others may write to %s: nothing is kept there for a faster start", self.path)
-                return
+                raise PermissionError(errno.EPERM, "it is another user's, or others may write to it")
             with tempfile.TemporaryDirectory(dir=self.path) as folder:
                 file = Path(folder, name)
                 file.touch(0o600)
                 file.write_bytes(content)
                 file.replace(self.path / name)
         except OSError as error:
-            logger.warning("%s cannot be kept in %s: %s", name, self.path, error.strerror or error)
+            self._has_failed = True
+            reason = error.strerror or error
+            logger.warning("what makes later starts faster cannot be kept in %s: %s", self.path, reason)
 
 
 def _is_private(status: os.stat_result) -> bool:

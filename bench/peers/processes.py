@@ -176,13 +176,15 @@ class Process:
         """Asks the first process to end, waits for all, then kills whatever is left of the session."""
         self._ended.set()
         self._watch.join()
-        if self.popen.poll() is None:
-            self.resume()
-            self.popen.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.popen.wait(TERMINATE_S)
-        self._wait_for_workers()
-        self._signal(signal.SIGKILL)
+        try:
+            if self.popen.poll() is None:
+                self.resume()
+                self.popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.popen.wait(TERMINATE_S)
+            self._wait_for_workers()
+        finally:  # also when a second Ctrl-C ends the waiting
+            self._signal(signal.SIGKILL)
         self.popen.wait()
         self._wait_for_workers()
         for pipe in (self.popen.stdin, self.popen.stdout):

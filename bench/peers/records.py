@@ -47,7 +47,10 @@ def write_runs(path: Path, facts: Mapping[str, Any], runs: Sequence[Run]) -> Non
     """One line for each run; floats with `DIGITS` digits, errors without the logs below them."""
     lines = [json.dumps(rounded(replace(run, error=run.error.partition("\n")[0]).as_json())) for run in runs]
     head = json.dumps(rounded(facts), indent=1).removesuffix("\n}")
-    path.write_text(f'{head},\n "runs": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    # All or nothing: whoever cuts a long comparison short still has what it had.
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(f'{head},\n "runs": [\n' + ",\n".join(lines) + "\n]}\n", encoding="utf-8")
+    part.replace(path)
 
 
 def rounded(value: Any) -> Any:

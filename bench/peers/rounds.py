@@ -78,6 +78,7 @@ def run_rounds(
                 log = logs / f"{contestant.name}-{setup.dtype}.log"
                 session, seconds = stack.enter_context(session_of(contestant, setup, log, time_limit_s))
                 if not session.process.has_mapped(contestant.library):
+                    session.process.stop()
                     raise session.process.failure(f"runs without {contestant.library}")
                 session.process.pause()
                 run.first_token_s = seconds

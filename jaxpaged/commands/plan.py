@@ -26,8 +26,8 @@ def add_parser(commands: Any) -> None:
         description=(
             "Print how many requests of a given length fit a given KV memory at once, paged and, for comparison,\n"
             "with memory reserved for the longest possible request. Give a model, or its shape.\n"
-            "With --device or --memory: what is left for KV beside the weights of MODEL, how many requests run at\n"
-            "once, and (with --rate or --trace) a simulation of serving them."
+            "With --device, --calibration or --memory: what is left for KV beside the weights of MODEL, how many\n"
+            "requests run at once, and (with --rate or --trace) a simulation of serving them."
         ),
         example=(
             "  jaxpaged plan smollm2-135m-instruct --pool 1GiB --tokens 500\n"
@@ -64,7 +64,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if any(getattr(args, name) is not None for name in ("device", "memory", "rate", "trace")):
+    if any(getattr(args, name) is not None for name in ("device", "calibration", "memory", "rate", "trace")):
         return run_deployment(args)
     shape = _shape(args)
     reserve = args.reserve or max(shape.max_len, args.tokens, *args.lengths)

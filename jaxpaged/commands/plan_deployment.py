@@ -31,7 +31,7 @@ def add_deployment_options(parser: argparse.ArgumentParser) -> None:
         "--quantization",
         choices=("none", "q8_0", "q4_0"),
         default="none",
-        help="of the weights, multiplied as they are (default: none)",
+        help="of the weights; step times are of weights multiplied as they are, as CPUs do (default: none)",
     )
     add("--max-num-seqs", type=count, default=256, metavar="N", help="as of serve (default: 256)")
     add("--max-num-batched-tokens", type=count, default=2048, metavar="N", help="as of serve (default: 2048)")
@@ -49,11 +49,12 @@ class _Speed:
 def run_deployment(args: argparse.Namespace) -> int:
     """Prints the plan of a device."""
     if args.model is None:
-        raise ConfigError("--device, --memory, --rate and --trace need MODEL, for the size of its weights")
+        raise ConfigError("--device, --calibration, --memory, --rate and --trace need MODEL, to know its weights")
     if args.rate is not None and args.trace is not None:
         raise ConfigError("give --rate or --trace, not both")
     has_traffic = args.rate is not None or args.trace is not None
-    speed_of = find_speed(args) if has_traffic else None
+    # Whose constants are of no use without traffic, but whose memory is.
+    speed_of = find_speed(args) if has_traffic or args.calibration is not None else None
     from jaxpaged.weights import load_config, resolve
 
     config = load_config(resolve(args.model, weights=False))
@@ -80,12 +81,13 @@ def run_deployment(args: argparse.Namespace) -> int:
         pool_bytes=args.pool,
     )
     speed = None
-    if speed_of is not None:
+    if has_traffic and speed_of is not None:
         speed = _simulate(args, plan, CostModel(shape, *speed_of), config.max_position_embeddings)
     if args.json:
         print(json.dumps(_as_json(plan, speed), indent=1))
     else:
         print("\n".join(_explain(plan, shape, speed)))
+        print(f"\nStart with:\n  {_start_command(args, plan)}")
     return 0
 
 
@@ -121,7 +123,6 @@ def _as_json(plan: DeploymentPlan, speed: _Speed | None) -> dict[str, Any]:
 
 def _explain(plan: DeploymentPlan, shape: ModelShape, speed: _Speed | None) -> list[str]:
     memory, load, shared, unshared = plan.memory, plan.load, plan.shared, plan.unshared
-    settings = plan.recommended
     is_dense = memory.weights == shape.params * shape.dtype_bytes
     bytes_of_each = f"{shape.dtype_bytes} bytes" if is_dense else f"{memory.weights / shape.params:.2f} bytes"
     rows = [
@@ -151,11 +152,22 @@ def _explain(plan: DeploymentPlan, shape: ModelShape, speed: _Speed | None) -> l
             f"{'saturates at':<16}{full.requests_per_s:.2f} requests/s, {full.output_tokens_per_s:,.0f} output tokens/s"
         )
         lines += [f"Traffic: {speed.traffic.about}.", f"Step times: {speed.cost.constants}."]
-    lines += [
-        "",
-        "Start with:",
-        f"  XLA_PYTHON_CLIENT_MEM_FRACTION={settings.jax_memory_fraction:g} jaxpaged serve {shape.name} "
-        f"--max-model-len {settings.max_model_len} --max-num-seqs {settings.max_num_seqs} "
-        f"--gpu-memory-utilization {settings.gpu_memory_utilization:g}",
-    ]
     return lines
+
+
+def _start_command(args: argparse.Namespace, plan: DeploymentPlan) -> str:
+    """Starts what was planned, with the options that the plan assumed."""
+    settings = plan.recommended
+    options = {
+        "--max-model-len": settings.max_model_len,
+        "--max-num-seqs": settings.max_num_seqs,
+        "--max-num-batched-tokens": max(settings.max_num_batched_tokens, settings.max_num_seqs),
+        "--gpu-memory-utilization": f"{settings.gpu_memory_utilization:g}",
+        "--block-size": args.block_size,
+        "--dtype": args.dtype,
+        "--quantization": None if args.quantization == "none" else args.quantization,
+        "--kv-cache-dtype": None if args.kv_cache_dtype == "auto" else args.kv_cache_dtype,
+        "--kv-cache-memory-bytes": args.pool,
+    }
+    given = " ".join(f"{flag} {value}" for flag, value in options.items() if value is not None)
+    return f"XLA_PYTHON_CLIENT_MEM_FRACTION={settings.jax_memory_fraction:g} jaxpaged serve {args.model} {given}"

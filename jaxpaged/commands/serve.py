@@ -7,6 +7,7 @@ import gc
 import json
 import logging
 import os
+import socket
 import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -176,22 +177,24 @@ def run(args: argparse.Namespace) -> int:
     engine_config = EngineConfig.from_options(engine_options(args))
     config = server_config(args, os.environ.get(API_KEY_VARIABLE))
     _log_to_stderr()
+    sockets: list[socket.socket] = []
+    loading: threading.Thread | None = None
     # Nearly all that a start makes stays; a collector that looks through it again and again takes a twentieth of it.
     gc.disable()
-
-    from jaxpaged.engine.engine import Engine
-    from jaxpaged.server import bind, run_server
-    from jaxpaged.trace import recording
-    from jaxpaged.weights.stored_tokenizer import StoredTokenizer
-
-    gc.freeze()  # modules: the collection to come need not look at them
-    sockets = bind(config)  # loading and compiling take minutes: an address in use is better known before
     try:
+        from jaxpaged.engine.engine import Engine
+        from jaxpaged.server import bind, run_server
+        from jaxpaged.trace import recording
+        from jaxpaged.weights.stored_tokenizer import StoredTokenizer
+
+        gc.freeze()  # modules: the collection to come need not look at them
+        sockets += bind(config)  # loading and compiling take minutes: an address in use is better known before
         with trace_file(args.trace, args.trace_limit) as file:
             engine = Engine.from_pretrained(args.model, engine_config)
             if isinstance(engine.tokenizer, StoredTokenizer):
                 # A start does without transformers, but the first chat needs it.
-                threading.Thread(target=engine.tokenizer.load, name="tokenizer", daemon=True).start()
+                loading = threading.Thread(target=engine.tokenizer.load, name="tokenizer", daemon=True)
+                loading.start()
             # What is loaded by now stays: looking at it while serving would take 3 % of the time.
             gc.collect()
             gc.freeze()
@@ -202,6 +205,8 @@ def run(args: argparse.Namespace) -> int:
         gc.enable()
         for sock in sockets:
             sock.close()
+        if loading is not None:  # a process that ends amid its imports may crash
+            loading.join()
     return 0
 
 

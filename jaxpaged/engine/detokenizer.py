@@ -261,7 +261,7 @@ def _decodes_one_by_one(tokenizer: Any) -> bool:
         return False
     steps = json.loads(decoder.__getstate__())["decoders"]
     kinds = [step["type"] for step in steps]
-    if kinds[-1] == "Strip":
+    if kinds[-1:] == ["Strip"]:
         if (steps[-1]["content"], steps[-1]["start"], steps[-1]["stop"]) != (" ", 1, 0):
             return False
         kinds.pop()

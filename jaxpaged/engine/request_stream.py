@@ -84,7 +84,8 @@ class RequestStream:
             output.prompt = request.request.prompt
         if output.finished:
             del self._open[output.request_id]
-        self._news.append(output)
+        if self._error is None:  # else it would be read before the error, behind a gap
+            self._news.append(output)
         return output.finished
 
     def notify(self) -> None:
@@ -126,7 +127,7 @@ class RequestStream:
 
     async def _wait(self) -> None:
         """Returns once there is an output, or none will come."""
-        if not self._news and self._open:
+        if not self._news and self._open and self._error is None:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         if not self._news and self._error is not None:

@@ -83,7 +83,7 @@ class DecoderForCausalLM(nnx.Module):
     """A decoder with a language-model head; with `tie_word_embeddings` the head is the embedding.
 
     Parameter paths are Hugging Face's tensor names: `model.layers.3.self_attn.q_proj.weight` is
-    `("model", "layers", 3, "self_attn", "q_proj", "weight")`, of the same shape.
+    `("model", "layers", 3, "self_attn", "q_proj", "weight")`, of the same shape unless it is quantized.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: DTypeLike, rngs: nnx.Rngs | None) -> None:

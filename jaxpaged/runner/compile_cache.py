@@ -31,7 +31,13 @@ def enable_compilation_cache(config: EngineConfig) -> None:
     """
     if config.compilation_cache == "" or jax.config.values["jax_compilation_cache_dir"]:
         return
-    folder = Path(config.compilation_cache) if config.compilation_cache else cache_dir() / "xla"
+    try:
+        folder = Path(config.compilation_cache) if config.compilation_cache else cache_dir() / "xla"
+    except RuntimeError as error:  # of a user who is not known to the system
+        raise ConfigError(
+            f"there is no folder for compiled programs ({str(error).rstrip('.')}); set HOME, or compilation_cache to "
+            'a folder, or to "" to keep none'
+        ) from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -45,9 +51,11 @@ def enable_compilation_cache(config: EngineConfig) -> None:
 
 
 def start_folder() -> Path | None:
-    """Where else to keep what makes a start fast: JAX's cache folder. None where there is none, or it is no path."""
+    """Where else to keep what makes a start fast: JAX's cache folder. None where there is none, it is no path, or JAX's
+    cache is switched off."""
     folder = jax.config.values["jax_compilation_cache_dir"]
-    return Path(folder) if folder and "://" not in folder else None
+    is_on = jax.config.values["jax_enable_compilation_cache"]
+    return Path(folder) if is_on and folder and "://" not in folder else None
 
 
 @contextmanager

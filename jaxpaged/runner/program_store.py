@@ -78,7 +78,11 @@ class ProgramStore:
         try:
             payload, out_tree = pickle.loads(zlib.decompress(packed))
             return serialize_executable.deserialize_and_load(
-                payload, jax.tree.structure((arguments, {})), out_tree, execution_devices=[self._device]
+                payload,
+                jax.tree.structure((arguments, {})),
+                out_tree,
+                backend=self._device.client,
+                execution_devices=[self._device],
             )
         except Exception as error:  # of JAX, XLA or a class that has moved: a program can always be compiled again
             logger.warning("a stored program cannot be loaded (%s); it is compiled again", " ".join(str(error).split()))
@@ -119,7 +123,7 @@ def _environment(device: jax.Device) -> str:
         (
             [jax.__version__, jaxlib_version, flax.__version__, platform.python_version()],
             [device.platform, device.device_kind, device.id, device.client.platform_version],
-            [platform.machine(), _processor(), os.cpu_count(), native.why_unavailable() is None],
+            [platform.machine(), _processor(), _num_processors(), native.why_unavailable() is None],
             os.environ.get("XLA_FLAGS", ""),
             sorted(settings.items()),
         )
@@ -136,6 +140,11 @@ def _processor() -> str:
     return "\n".join(line for line in lines if line.startswith(wanted))
 
 
+def _num_processors() -> int | None:
+    """Those that this process may run on: XLA divides the work of a program among as many."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 @functools.cache
 def _source() -> str:
     """Digest of the source that programs are traced from."""
@@ -148,3 +157,7 @@ def _source() -> str:
                 content = path.read_bytes()
                 digest.update(f"{package.__name__}/{relative} {len(content)}\n".encode() + content)
     return digest.hexdigest()
+
+
+# Now, while the files are what this process has imported: a later one may be started from others.
+_source()

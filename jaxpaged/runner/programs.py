@@ -44,7 +44,7 @@ def make_programs(
         # Largest first, so that the last to finish is a small one.
         missing = sorted(layouts.keys() - programs.keys(), key=lambda p: p.num_tokens, reverse=True)
         if missing:
-            logger.info("compiling %d programs; a later start takes them from the cache", len(missing))
+            logger.info("compiling %d programs", len(missing))
             programs |= _compile({p: layouts[p] for p in missing}, lowering, leaves, store, threads)
     release_free_memory()
     seconds = time.perf_counter() - start

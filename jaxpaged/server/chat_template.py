@@ -48,7 +48,9 @@ async def render_body(body: TemplateFields, tokenizer: Any, *, template: str | N
     )
     size = sum(MESSAGE_CHARS + len(m["content"]) + len(str(m.get("tool_calls", ""))) for m in messages)
     size += len(str(body.tools)) if body.tools else 0
-    return render() if size <= INLINE_TOKENIZE_CHARS else await asyncio.to_thread(render)
+    # See `StoredTokenizer`: the event loop cannot wait while it is loaded.
+    is_short = size <= INLINE_TOKENIZE_CHARS and getattr(tokenizer, "is_loaded", True)
+    return render() if is_short else await asyncio.to_thread(render)
 
 
 def _template_variables(body: TemplateFields) -> dict[str, Any]:

@@ -157,8 +157,8 @@ def plan_deployment(
         raise ConfigError(
             f"the model does not fit: of {format_size(device_memory)}, {format_size(usable)} are usable; weights take "
             f"{format_size(shape.weights_bytes)}, temporaries {format_size(temporaries)}, and one request of "
-            f"{load.tokens} tokens {format_size(needed)}: {short} short; take a larger device, or quantize the KV "
-            "(--kv-cache-dtype)"
+            f"{load.tokens} tokens {format_size(needed)}: {short} short; take a larger device, or quantize "
+            "(--quantization, --kv-cache-dtype)"
         )
 
     def capacity(tokens: int, prefix: int) -> Capacity:

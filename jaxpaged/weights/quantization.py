@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping
 from functools import reduce
@@ -50,8 +51,8 @@ def formats_to_load(module: nnx.Module, reader: TensorReader, quantization: Quan
     """How each matrix that is quantized will be, by the name of its weight; the others are dense.
 
     Blocks that a file stores as q8_0 or q4_0 are kept, exactly, unless fewer bits are asked for. "auto" keeps them
-    where they can be multiplied as they are, and nothing else; in such a file the matrices of further quantized types
-    (such as the q6_k of a head) become q8_0.
+    where they can be multiplied as they are and hold most of the values, else nothing; in such a file the matrices of
+    further quantized types (such as the q6_k of a head) become q8_0.
 
     Raises:
         ModelLoadError: a quantization that does not exist.
@@ -62,7 +63,8 @@ def formats_to_load(module: nnx.Module, reader: TensorReader, quantization: Quan
     stored = {name: reader.quantized_as(name) for name in found}
     if quantization == "auto":
         asked: WeightFormat = "q8_0"
-        if not any(kind in WEIGHT_FORMATS for kind in stored.values()):
+        kept_values = sum(math.prod(m.shape) for name, m in found.items() if stored[name] in WEIGHT_FORMATS)
+        if 2 * kept_values <= sum(math.prod(m.shape) for m in found.values()):
             return {}
         found = {name: matrix for name, matrix in found.items() if stored[name] is not None}
     else:

@@ -64,6 +64,11 @@ class StoredTokenizer:
         vocab: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
         return vocab
 
+    @property
+    def is_loaded(self) -> bool:
+        """Whether transformers' own is there; what needs it takes long before."""
+        return self._loaded is not None
+
     def load(self) -> PreTrainedTokenizerFast:
         """Transformers' own, loaded at the first call. Any thread may call it."""
         with self._lock:
@@ -106,7 +111,12 @@ def open_tokenizer(
             logger.warning("%s is damaged (%s); the tokenizer is loaded anew", folder / name, error)
     tokenizer = load()
     if _is_plain(tokenizer):
-        store.write(name, tokenizer.backend_tokenizer.to_str().encode())
+        try:
+            content = tokenizer.backend_tokenizer.to_str().encode()
+        except Exception as error:  # again: a part of it is written in Python
+            logger.info("the tokenizer cannot be stored for faster starts: %s", error)
+        else:
+            store.write(name, content)
     return tokenizer
 
 

@@ -132,8 +132,9 @@ def pack_blocks(scales: np.ndarray, values: np.ndarray, format: WeightFormat) ->
 def dequantize_weight(weight: QuantizedWeight, dtype: DTypeLike) -> jax.Array:
     """The matrix [out, in] in `dtype`, rounded once."""
     values, scales = _unpack(weight.packed, weight)
-    wide = jnp.einsum("gbsoi,gbo->gobsi", values.astype(jnp.float32), scales.astype(jnp.float32))
-    return wide.reshape(-1, weight.shape[1])[: weight.shape[0]].astype(dtype)
+    # No einsum: devices that round what they multiply in matrix products would round the scales.
+    wide = values.astype(jnp.float32) * scales.astype(jnp.float32)[:, :, None, :, None]
+    return wide.transpose(0, 3, 1, 2, 4).reshape(-1, weight.shape[1])[: weight.shape[0]].astype(dtype)
 
 
 def take_rows(weight: QuantizedWeight, ids: jax.Array, dtype: DTypeLike) -> jax.Array:

@@ -17,7 +17,7 @@ tables = importlib.import_module("peers.tables")
 SETTINGS = {
     "peers": ["jaxpaged", "vllm"], "workloads": ["W1"], "dtype": ["bf16"], "repeats": 2, "threads": 2,
     "max_num_seqs": 16, "max_model_len": 2048, "rates": [0.5, 0.70711], "rate_seconds": 30.0, "latency_limit": 0.2,
-    "small": False,
+    "small": False, "time_limit": 120.0, "seed": 0,
 }  # fmt: skip
 FACTS = {
     "date": "2026-01-02 10:00:00 +0000", "cpu": "Abacus 9000", "cpu_flags": ["avx2", "amx_bf16"], "processors": 2,
@@ -69,7 +69,7 @@ def test_a_page_of_two_files(tmp_path: Path) -> None:
     assert "took processors from vllm f32 W1 (0.40)" in text
     assert (
         "python bench/compare.py --model MODEL --peers jaxpaged vllm --workloads W1 --dtype f32 --repeats 1 "
-        "--threads 2 --max-num-seqs 16 --max-model-len 2048\n"
+        "--threads 2 --max-num-seqs 16 --max-model-len 2048 --time-limit 120 --seed 0\n"
     ) in text
     assert str(tmp_path) not in text and "W4" not in text
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ compare = load_script("compare")
 driver = load_script("peers/inside/driver")
 contestants = importlib.import_module("peers.contestants")
 processes = importlib.import_module("peers.processes")
+rounds = importlib.import_module("peers.rounds")
 sessions = importlib.import_module("peers.sessions")
 workloads = importlib.import_module("peers.workloads")
 Request, Load, Command = workloads.Request, workloads.Load, sessions.Command
@@ -143,6 +147,66 @@ def test_what_is_paused_takes_no_processor_and_goes_on_after(engine: Any, tmp_pa
         session.process.pause()
         session.process.resume()
         assert session.run(Load(requests(2), 1)).results[0].success
+
+
+def test_a_second_interrupt_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(600)"
+    log = tmp_path / "log"
+    process = processes.Process([sys.executable, "-c", script], os.environ, log)
+    deadline = time.monotonic() + 20
+    while not log.read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+    def interrupted(_: float) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(process.popen, "wait", interrupted)
+        process.stop()
+    assert process.popen.wait(20) == -signal.SIGKILL
+
+
+def test_a_closed_terminal_ends_it_in_good_order(model: Path) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        compare.main(["--model", str(model), "--peers", "openvino", "--list"])
+        for number in before:
+            with pytest.raises(SystemExit) as raised:
+                signal.raise_signal(number)
+            assert raised.value.code == 128 + number
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def test_who_runs_without_its_library_does_not_stay(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    alive: list[list[bool]] = []
+    start = rounds.session_of
+
+    @contextmanager
+    def noted(*args: Any) -> Iterator[Any]:
+        with start(*args) as (session, seconds):
+            started.append(session.process.session)
+            yield session, seconds
+
+    monkeypatch.setattr(rounds, "session_of", noted)
+    monkeypatch.setattr(rounds, "measure", lambda *_: alive.append([processes.usage_of(s).rss > 0 for s in started]))
+    fakes = [
+        contestants.Contestant(
+            name, False, ("bf16",), "transformers", lambda _: [], lambda _: engine(), library=library
+        )
+        for name, library in (("openvino", "libnothing.so"), ("jaxpaged-inprocess", ""))
+    ]
+    runs: list[Any] = []
+    rounds.run_rounds(
+        fakes, contestants.Setup(tmp_path, tmp_path, "bf16", 2048, 16, 1), ["W1"], 1, workloads.Settings(),
+        time_limit_s=60, logs=tmp_path, runs=runs, save=lambda: None,
+    )  # fmt: skip
+    assert runs[0].error.startswith("runs without libnothing.so") and not runs[1].error
+    assert alive == [[False, True]]
 
 
 def test_memory_that_processes_share_counts_once(tmp_path: Path) -> None:
@@ -336,6 +400,7 @@ def test_list_starts_nothing(model: Path, capsys: pytest.CaptureFixture[str]) ->
         (["--repeats", "0"], "must be above 0"),
         (["--rates", "2", "1"], "must rise from above 0, but are 2.0 1.0"),
         (["--latency-limit", "0.1"], "is 0.1, but W4 is compared at 0.2"),
+        (["--json", "/nowhere/x.json"], "--json: the folder /nowhere is not there"),
     ],
 )
 def test_options_that_do_not_fit(

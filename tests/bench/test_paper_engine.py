@@ -134,7 +134,7 @@ def test_the_page_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     def point(system: str, rate: float | None, measured: float, simulated: float) -> dict[str, object]:
         return {
             "system": system, "rate": rate, "measured": numbers(measured, 0.02), "simulated": numbers(simulated, 0.03),
-            "normalized_latency_range": (0.01, 0.03),
+            "normalized_latency_range": (0.01, 0.03), "requests": 12,
         }  # fmt: skip
 
     points = [point("max", None, 2.0, 2.2), point("paged", None, 5.0, 4.4), point("max", 3.0, 2.0, 2.0)]
@@ -149,5 +149,5 @@ def test_the_page_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     bench.write_engine_page(found, tmp_path)
     text = (tmp_path / "engine.md").read_text()
     assert "| Orca (Max) | 2.00 (2.20) | 2.50 (2.00) | 20 (22) | 4.0 (4.0) | 5 (5) | 0 (0) |" in text
-    assert "| 3 | 20.0 (30.0) | 20.0 (30.0) |" in text
+    assert "| 3 | 12 | 20.0 (30.0) | 20.0 (30.0) |" in text
     assert "11.0% off in the throughputs, 50.0% in the latencies" in text

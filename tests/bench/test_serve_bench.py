@@ -212,35 +212,67 @@ def test_answers_without_chunks_and_what_is_no_answer() -> None:
     refused = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 4\r\n\r\nfull"
     answer = http.read_answer([(1.0, refused[:30]), (2.0, refused[30:-2]), (3.0, refused[-2:])])
     assert (answer.status, answer.text, answer.is_complete) == (503, "full", True)
+    assert not http.read_answer([(1.0, refused[:-1])]).is_complete
+    unsized = http.read_answer([(1.0, b"HTTP/1.0 200 OK\r\n\r\nhel"), (2.0, b"lo")])
+    assert (unsized.text, unsized.is_complete) == ("hello", True)  # the connection's end says so
     for pieces in ([], [(1.0, b"HTTP/1.1 200")], [(1.0, b"SSH-2.0 hello there\r\n\r\n")]):
         with pytest.raises(ValueError, match=r"ended before an answer|not an answer in HTTP"):
             http.read_answer(pieces)
 
 
+@pytest.mark.parametrize(
+    "event", ["null", "[]", "3", '{"choices": [null]}', '{"usage": 3}', "{", '{"usage": {"x": 1}}']
+)
+def test_an_event_that_makes_no_sense_fails_its_request_only(event: str) -> None:
+    pieces = [(1.0, b"HTTP/1.1 200 OK\r\n\r\ndata: %s\n\n" % event.encode())]
+    result = bench.Recording(0.0, 0.0, 1, pieces).result()
+    assert result.error and not result.success
+
+
 async def test_a_server_that_does_not_hang_up_or_does_so_too_soon() -> None:
-    """It keeps the connection after the last chunk, or ends it before, or never answers, as the path says."""
+    """What it answers and whether it hangs up, by path: a piece of bytes after the other, None being the end."""
+    text = b"data: %s\n\n" % chunk("x", "stop").encode()
+    chunked = b"HTTP/1.1 200 OK\r\nTransfer-Encoding:chunked\r\n\r\n%x\r\n%s\r\n" % (len(text), text)
+    answers: dict[str, list[bytes | None]] = {
+        "keeps": [chunked + b"0\r\n\r\n"],
+        "splits": [chunked + b"0\r", b"\n\r\n"],
+        "cuts": [chunked, None],
+        # The head ends like a last chunk, in a segment of its own.
+        "refuses": [b"HTTP/1.1 503 Busy\r\nContent-Length: 10\r\n\r\n", b"0123456789"],
+        "shortens": [b"HTTP/1.1 503 Busy\r\nContent-Length: 10\r\n\r\n", b"012345678", None],
+        "mumbles": [b"SSH-2.0\r\n\r\n"],
+        "never": [],
+    }
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         request = await reader.readuntil(b"\r\n\r\n")
-        if b"/never" in request:
-            await reader.read()
-            return
-        text = b"data: %s\n\n" % chunk("x", "stop").encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(text), text))
-        if b"/keeps" in request:
-            writer.write(b"0\r\n\r\n")
-            await reader.read()
+        for piece in answers[request.split()[1].decode().strip("/")]:
+            if piece is None:
+                writer.close()
+                return
+            writer.write(piece)
+            await asyncio.sleep(0.02)
+        await reader.read()
         writer.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     load = bench.Workload({"prompt": "hi"}, 1, 1)
     errors = {}
-    for path in ("keeps", "cuts", "never"):
-        recording = await bench.send(http.HTTPClient(timeout_s=0.5), f"{url}/{path}", load, 0.0)
+    for path in answers:
+        timeout_s = 0.5 if path == "never" else 30.0
+        recording = await bench.send(http.HTTPClient(timeout_s), f"{url}/{path}", load, 0.0)
         errors[path] = recording.result().error
     server.close()
-    assert errors == {"keeps": "", "cuts": "the connection ended before the answer did", "never": "TimeoutError: "}
+    assert errors == {
+        "keeps": "",
+        "splits": "",
+        "cuts": "the connection ended before the answer did",
+        "refuses": "HTTP 503: 0123456789",
+        "shortens": "HTTP 503: 012345678",
+        "mumbles": "ValueError: not an answer in HTTP: b'SSH-2.0'",
+        "never": "TimeoutError: ",
+    }
     result = (await bench.send(http.HTTPClient(timeout_s=5), url, load, 0.0)).result()
     assert "refused" in result.error or "Connect" in result.error
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -183,6 +185,14 @@ def test_known_errors_are_one_line(
     error = capsys.readouterr().err
     assert error.startswith("jaxpaged: error: ") and message in error
     assert error.count("\n") == 1
+
+
+def test_a_server_that_does_not_start_leaves_the_collector_on() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["serve", "m", "--host", "127.0.0.1", "--port", str(taken.getsockname()[1])]) != 0
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize(

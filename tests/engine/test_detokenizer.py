@@ -316,6 +316,12 @@ def test_a_decoder_that_joins_its_tokens_is_not_taken_apart() -> None:
     assert "".join(deltas(tokenizer, [1], output)) == " foxes, the fox. the"
 
 
+def test_a_decoder_without_steps_is_not_taken_apart() -> None:
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "b": 2}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.Sequence([])
+    assert "".join(deltas(tokenizer, [1], [2, 1])) == tokenizer.decode([1, 2, 1])[1:]
+
+
 def test_token_text_keeps_the_space_and_shows_special_tokens() -> None:
     for tokenizer in SENTENCEPIECE:
         assert token_text(tokenizer, tokenizer.token_to_id("▁fox")) == " fox"

@@ -98,7 +98,7 @@ def generate(engine: Engine) -> list[tuple[list[int], list[float]]]:
 
 def config(**changes: Any) -> EngineConfig:
     options = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "num_blocks": 64, "block_size": 4, "warmup": False}
-    return EngineConfig(**{**options, **changes})
+    return EngineConfig(**{**options, "compilation_cache": "", **changes})
 
 
 def logprobs_of(model: nnx.Module, how: Products) -> Callable[[list[int]], np.ndarray]:
@@ -168,6 +168,28 @@ def test_new_weights_are_quantized_first() -> None:
     logprobs = logprobs_of(dense_copy(new), PLAIN_PRODUCTS)
     for prompt, (tokens, _) in zip(PROMPTS, generate(engine), strict=True):
         assert tokens[0] == logprobs(prompt)[-1].argmax()
+
+
+def test_a_request_whose_numbers_break_ends_alone() -> None:
+    """One token's embedding is NaN: the tokens that are multiplied together with it are not."""
+    broken, answers = 7, []
+    for is_broken in (False, True):
+        model = quantized("q4_0")
+        table = model.model.embed_tokens
+        packed = np.array(table.weight[...])
+        scales = packed[broken // 16, 16 * table.shape[1] :].view(np.float16).reshape(-1, 16)
+        if is_broken:
+            scales[:, broken % 16] = np.nan
+        table.weight.set_value(jnp.asarray(packed))
+        engine = Engine(model, None, config())
+        for name, prompt in (("with", [1, broken, 3]), ("without", [1, 2, 3, 4])):
+            engine.add_request(name, prompt, SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+        done = {}
+        while engine.has_unfinished_requests():
+            done |= {output.request_id: output.outputs[0] for output in engine.step() if output.finished}
+        answers.append(list(done["without"].token_ids))
+    assert (done["with"].finish_reason, done["without"].finish_reason) == ("error", "length")
+    assert answers[0] == answers[1]
 
 
 def test_dense_weights_are_not_what_was_asked_for() -> None:

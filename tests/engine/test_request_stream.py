@@ -109,6 +109,23 @@ async def test_what_the_consumer_raises_reaches_the_reader() -> None:
     assert h.released == [["a", "b"]]
 
 
+async def test_nothing_is_read_behind_what_the_consumer_did_not_take() -> None:
+    h = Harness()
+
+    def fail(_: list[RequestOutput]) -> bool:
+        raise ValueError("request a failed")
+
+    h.stream.hand_to(fail)
+    reader = asyncio.create_task(h.read())
+    await turns()
+    h.step(output(0))
+    h.step(output(1, "b"))  # before the reader's turn
+    async with asyncio.timeout(10):
+        with pytest.raises(ValueError, match="request a failed"):
+            await reader
+    assert h.seen == []
+
+
 @pytest.mark.parametrize("with_consumer", [False, True])
 async def test_a_dead_engine_is_raised_after_what_it_has_put(with_consumer: bool) -> None:
     h = Harness(with_consumer=with_consumer)

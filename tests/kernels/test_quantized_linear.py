@@ -86,6 +86,14 @@ def test_the_layout() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
+def test_dequantizing_is_no_matrix_product(format: WeightFormat) -> None:
+    """Which some devices round to bfloat16 by default, scales with it."""
+    weight = random_weight(np.random.default_rng(2), format, 45, 64)
+    jaxpr = jax.make_jaxpr(lambda w: dequantize_weight(w, jnp.float32))(weight)
+    assert "dot_general" not in str(jaxpr)
+
+
+@pytest.mark.parametrize("format", FORMATS)
 def test_rows_are_those_of_the_matrix(format: WeightFormat) -> None:
     weight = random_weight(np.random.default_rng(2), format, 45, 64)
     ids = np.asarray([0, 44, 16, 15, 31, 7, 99, -3], np.int32)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -82,8 +87,36 @@ class TestStore:
         monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
         assert ProgramStore(tmp_path, jax.devices()[0]).key("scaled") != key
         monkeypatch.undo()
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1000), raising=False)
+        assert ProgramStore(tmp_path, jax.devices()[0]).key("scaled") != key
+        monkeypatch.undo()
+        with jax.default_matmul_precision("float32"):
+            assert ProgramStore(tmp_path, jax.devices()[0]).key("scaled") != key
+        assert ProgramStore(tmp_path, jax.devices()[0]).key("scaled") == key
         monkeypatch.setattr(program_store, "_source", lambda: "another source")
         assert store.key("scaled") != key
+
+    def test_the_source_is_that_which_was_imported(self) -> None:
+        """Not what lies in the files when an engine starts: programs are traced from what is in memory."""
+        script = """
+            from pathlib import Path
+            from jaxpaged.runner import program_store
+            read = Path.read_bytes
+            Path.read_bytes = lambda path: read(path) + b"# edited since"
+            edited = program_store._source.__wrapped__()
+            assert program_store._source() != edited, "the files were read at the first use"
+            """
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    def test_a_device_that_is_not_jaxs_default(
+        self, store: ProgramStore, digest: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Such as the CPU of a machine with a GPU."""
+        monkeypatch.setattr(jax, "devices", lambda *_: [SimpleNamespace(client="another backend")])
+        found = store.load(digest, ARGUMENTS)
+        assert found is not None
+        assert np.asarray(found(*ARGUMENTS)["product"]).tolist() == [0, 3, 6, 9, 12, 15]
 
     @pytest.mark.parametrize("damage", [lambda b: b[:-5], lambda b: b[:40] + b"x" + b[41:], lambda b: b[:7]])
     def test_a_damaged_program_is_not_loaded(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 from server.fake_engine import FakeEngine
@@ -12,6 +13,7 @@ from jaxpaged.errors import ConfigError
 from jaxpaged.outputs import Logprob
 from jaxpaged.request import OutputKind
 from jaxpaged.server.chat_protocol import ChatCompletionRequest
+from jaxpaged.server.chat_template import render_body
 from jaxpaged.server.config import ServerConfig
 from jaxpaged.server.logprobs import chat_logprobs, completion_logprobs
 from jaxpaged.server.params import chat_params, completion_params
@@ -107,3 +109,21 @@ async def test_an_engine_without_tokenizer_takes_token_ids() -> None:
     engine.tokenizer = None
     with pytest.raises(ValueError, match="needs a tokenizer"):
         await AsyncEngine(engine).tokenize(["hi"])
+
+
+async def test_a_tokenizer_that_is_still_to_be_loaded_does_not_stop_the_loop() -> None:
+    threads = []
+
+    class Slow:
+        chat_template = "of its own"
+        is_loaded = False
+
+        def apply_chat_template(self, messages: object, **_: object) -> str:
+            threads.append(threading.get_ident())
+            self.is_loaded = True
+            return "hi"
+
+    tokenizer, body = Slow(), ChatCompletionRequest(messages=[{"role": "user", "content": "hi"}])
+    for _ in range(2):
+        assert await render_body(body, tokenizer, template=None, trust_request=False) == "hi"
+    assert [thread == threading.get_ident() for thread in threads] == [False, True]

@@ -13,11 +13,24 @@ import pytest
 from flax import nnx
 from support import random_model, tiny_config
 
-from jaxpaged.cli import main
+from jaxpaged.cli import build_parser, main
+from jaxpaged.commands.options import engine_options
 from jaxpaged.config import GIB, MIB, EngineConfig, ModelConfig
 from jaxpaged.engine.engine import Engine
 from jaxpaged.errors import ConfigError
-from jaxpaged.sim import CostModel, Dataset, Fixed, ModelShape, Setup, find_device
+from jaxpaged.models.config import model_config_from_hf
+from jaxpaged.sim import (
+    CostModel,
+    Dataset,
+    Fixed,
+    MeasuredStep,
+    ModelShape,
+    Setup,
+    StepLoad,
+    find_device,
+    write_calibration,
+)
+from jaxpaged.sim.calibration import Calibration
 from jaxpaged.sim.planner import DeploymentPlan, Load, plan_deployment, temporaries_bytes
 from jaxpaged.sim.saturation import saturate
 
@@ -162,7 +175,30 @@ def test_llama_3_8b_on_an_h200(model: str, capsys: pytest.CaptureFixture[str]) -
     assert simulated["saturation"]["requests_per_s"] > simulated["requests_per_s"]
     assert main(argv) == 0
     printed = capsys.readouterr().out
-    assert "8,030,261,248 parameters" in printed and "jaxpaged serve" in printed
+    assert "8,030,261,248 parameters" in printed and f"jaxpaged serve {model} --max-model-len 2048 " in printed
+    assert "--quantization" not in printed and "--kv-cache-dtype" not in printed
+
+
+def test_the_command_has_what_the_plan_assumed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In bfloat16 the weights alone do not fit this device."""
+    flags = ["--quantization", "q4_0", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--block-size", "32"]
+    assert main(["plan", model, "--device", "t4", *flags]) == 0
+    command = capsys.readouterr().out.splitlines()[-1].split()
+    start = command.index("serve")
+    options = EngineConfig.from_options(engine_options(build_parser().parse_args(command[start:])))
+    assert (options.quantization, options.kv_cache_dtype, options.dtype) == ("q4_0", "int8", "bfloat16")
+    assert (options.block_size, options.max_num_batched_tokens) == (32, 2048)
+
+
+def test_measured_steps_name_the_device(model: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    device = replace(find_device("h200"), name="a machine of my own", memory=100 * GIB)
+    steps = tuple(MeasuredStep(StepLoad(i, i, 10 * i, 10 * i), 0.01) for i in range(1, 9))
+    shape = ModelShape.of(model_config_from_hf(LLAMA_3_8B))
+    path = tmp_path / "steps.json"
+    write_calibration(path, Calibration(device, shape, steps, "by hand"))
+    assert main(["plan", model, "--calibration", str(path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["device"] == 100 * GIB and "simulated" not in found
 
 
 @pytest.mark.parametrize(
@@ -173,7 +209,7 @@ def test_llama_3_8b_on_an_h200(model: str, capsys: pytest.CaptureFixture[str]) -
         (["MODEL", "--memory", "80GiB", "--rate", "3"], "--rate and --trace need --device"),
         (["MODEL", "--rate", "3"], "--rate and --trace need --device"),
         (["MODEL", "--device", "h200", "--block-size", "0"], "block_size is 0"),
-        (["--device", "h200"], "--device, --memory, --rate and --trace need MODEL"),
+        (["--device", "h200"], "--device, --calibration, --memory, --rate and --trace need MODEL"),
     ],
 )
 def test_one_line_for_what_cannot_be(

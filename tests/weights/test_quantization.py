@@ -93,6 +93,12 @@ def test_all_dense(tmp_path: Path, kind: Type, wanted: Any) -> None:
     np.testing.assert_array_equal(values_of(model, UP), rounded(UP, kind))
 
 
+def test_auto_leaves_a_file_dense_whose_values_are_mostly_of_other_types(tmp_path: Path) -> None:
+    """To round those to 8 bits is more than it was asked for."""
+    path = gguf_file(tmp_path / "m.gguf", {UP: Type.Q8_0}, Type.Q4_1)
+    assert set(formats_of(load_model(path, quantization="auto")).values()) == {None}
+
+
 def test_auto_without_native_products(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from support import random_model, tiny_config
+from tokenizers import NormalizedString
+from tokenizers.normalizers import Normalizer
 from transformers import PreTrainedTokenizerFast
 from weights.tiny_files import byte_level_tokenizer
 
+from jaxpaged import LLM
 from jaxpaged.errors import ModelLoadError
 from jaxpaged.tokenizer import encode, render_chat
-from jaxpaged.weights import load_tokenizer, resolve
+from jaxpaged.weights import load_tokenizer, resolve, stored_tokenizer
 from jaxpaged.weights.stored_tokenizer import StoredTokenizer, open_tokenizer
 
 TEXTS = ["", "the quick brown fox, héllo 🎉", "  two  spaces\n\n", "<s>the dog</s> sleeps<pad>", "a\u0301b"]
@@ -46,12 +51,12 @@ def test_it_encodes_and_decodes_as_transformers_does(stored: StoredTokenizer, hf
 
 
 def test_what_the_backend_cannot_tell_is_asked_of_transformers(stored: StoredTokenizer) -> None:
-    assert stored._loaded is None
+    assert not stored.is_loaded
     assert render_chat(stored, [{"role": "user", "content": "hi"}]) == "hi</s>"
     assert (stored.bos_token_id, stored.eos_token_id) == (0, 1)
     assert stored("hi").input_ids == byte_level_tokenizer().encode("hi").ids
     assert isinstance(stored.load(), PreTrainedTokenizerFast)
-    assert stored.load() is stored.load()
+    assert stored.load() is stored.load() and stored.is_loaded
 
 
 def test_padding_and_truncation_of_the_file_play_no_part(hf_folder: Path, folder: Path) -> None:
@@ -100,6 +105,31 @@ def test_a_tokenizer_that_cleans_up_what_it_decodes_is_not_stored(hf_folder: Pat
     path.write_text(json.dumps(json.loads(path.read_text()) | {"clean_up_tokenization_spaces": True}))
     open_tokenizer(resolve(hf_folder), folder)
     assert not folder.exists()
+
+
+def test_a_tokenizer_that_cannot_be_stored_is_used_all_the_same(
+    hf_folder: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lower:
+        def normalize(self, text: NormalizedString) -> None:
+            text.lowercase()
+
+    own = load_tokenizer(hf_folder)
+    own.backend_tokenizer.normalizer = Normalizer.custom(Lower())
+    monkeypatch.setattr(stored_tokenizer, "load_tokenizer", lambda *_, **__: own)
+    for _ in range(2):
+        tokenizer = open_tokenizer(resolve(hf_folder), folder)
+        assert encode(tokenizer, "The DOG") == byte_level_tokenizer().encode("the dog").ids
+    assert not folder.exists()
+
+
+def test_a_user_gets_transformers_own(stored: StoredTokenizer) -> None:
+    """Whether the engine found a stored one or not: code that works at the first start works at the second."""
+    options: Any = {"num_blocks": 40, "block_size": 4, "warmup": False, "compilation_cache": "", "max_num_seqs": 2}
+    with LLM.from_module(random_model(tiny_config()), stored, **options) as llm:
+        tokenizer = llm.get_tokenizer()
+    assert isinstance(tokenizer, PreTrainedTokenizerFast)
+    assert tokenizer.encode(TEXTS[1], truncation=True, max_length=2) == byte_level_tokenizer().encode(TEXTS[1]).ids[:2]
 
 
 def test_a_lone_surrogate_is_refused(stored: StoredTokenizer) -> None:
