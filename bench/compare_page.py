@@ -103,6 +103,11 @@ def noise(comparison: Comparison) -> str:
 
 
 def page(records: Sequence[Record]) -> str:
+    """The page in Markdown.
+
+    Raises:
+        ValueError: the records are not of one machine and one set of versions.
+    """
     comparison = together(records)
     measured = {workload for record in records for workload in record.facts["settings"]["workloads"]}
     workloads = [name for name in WORKLOADS if name in measured]

@@ -69,6 +69,7 @@ def divergence(reference: FloatArray, other: FloatArray) -> float:
 
 
 def measure(model: str, token_ids: npt.NDArray[np.int32], formats: list[WeightFormat]) -> list[Distance]:
+    """Of the float32 weights themselves, then of each format, on `token_ids` [T]."""
     reference = log_probabilities(load_model(model, dtype="float32"), token_ids, "xla")
     following = np.arange(len(token_ids) - 1), token_ids[1:]
     distances = []

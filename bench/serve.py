@@ -334,6 +334,7 @@ def details(results: Sequence[Result]) -> dict[str, Any]:
 
 
 def print_report(summary: dict[str, Any]) -> None:
+    """What `report` made, for people."""
     rows = [
         ("Requests", f"{summary['completed']} succeeded, {summary['failed']} failed"),
         ("Duration", f"{summary['duration']:.2f} s"),
@@ -406,6 +407,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Exits where options do not fit each other."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--base-url", default="http://127.0.0.1:8000", help="with or without /v1 (default: %(default)s)")

@@ -194,6 +194,7 @@ def cost_table(comparison: Comparison) -> str:
 
 
 def workload_table(comparison: Comparison, workload: str) -> str:
+    """A row for each contestant that was measured: its figure, the ratio to ours, and the columns of the workload."""
     kind = WORKLOADS[workload]
     rows = []
     for name, dtype in comparison.entries():

@@ -5,7 +5,6 @@ do not depend, in any bit, on batch, chunks or blocks, and pools that are writte
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,17 +23,6 @@ SINKS = np.linspace(-2, 3, 32, dtype=np.float32)
 
 # Around tiles of 64 keys and spans of 512, and around tiles of tokens; long rows of few tokens are split over spans.
 LONG: Rows = [(1100, 1), (513, 1), (512, 1), (65, 1), (64, 1), (1, 1), (1030, 4), (700, 130), (0, 0), (63, 63), (1, 1)]
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    if (reason := native.why_unavailable()) is not None:
-        pytest.skip(reason)
-    best = native.instruction_set()
-    if not native.use_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.use_instruction_set(best)
 
 
 @functools.cache

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import gguf
 import jax
 import jax.numpy as jnp
@@ -16,17 +14,6 @@ from jaxpaged_kernels.quantized import WeightFormat
 FORMATS: tuple[WeightFormat, ...] = ("q8_0", "q4_0")
 GGML = {"q8_0": gguf.GGMLQuantizationType.Q8_0, "q4_0": gguf.GGMLQuantizationType.Q4_0}
 BLOCK = 32
-
-
-@pytest.fixture(params=native.INSTRUCTION_SETS)
-def instructions(request: pytest.FixtureRequest) -> Iterator[str]:
-    if (reason := native.why_unavailable()) is not None:
-        pytest.skip(reason)
-    best = native.instruction_set()
-    if not native.use_instruction_set(request.param):
-        pytest.skip(f"this processor has no {request.param}")
-    yield request.param
-    native.use_instruction_set(best)
 
 
 def random_weight(rng: np.random.Generator, format: WeightFormat, outputs: int, size: int) -> QuantizedWeight:
@@ -102,7 +89,7 @@ def test_rows_are_those_of_the_matrix(format: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_exact_products(instructions: str, format: WeightFormat) -> None:
+def test_exact_products(isa: str, format: WeightFormat) -> None:
     """With scales that are powers of two nothing is rounded: every bit follows from the integers."""
     rng = np.random.default_rng(3)
     for T, size, outputs in (
@@ -131,7 +118,7 @@ def test_exact_products(instructions: str, format: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16, jnp.float16), ids=lambda d: d.__name__)
-def test_every_form(instructions: str, dtype: jnp.dtype) -> None:
+def test_every_form(isa: str, dtype: jnp.dtype) -> None:
     """Biases, norm, SwiGLU, residual and parts of several formats, for 1 to 40 tokens (of a tile, and of several)."""
     rng = np.random.default_rng(4)
 
@@ -176,7 +163,7 @@ def test_every_form(instructions: str, dtype: jnp.dtype) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_token_does_not_depend_on_its_neighbours(instructions: str, format: WeightFormat) -> None:
+def test_a_token_does_not_depend_on_its_neighbours(isa: str, format: WeightFormat) -> None:
     """To the last bit: what a token gets alone, it gets among any number of others."""
     rng = np.random.default_rng(5)
     x = jnp.asarray(rng.normal(size=(131, 96)), jnp.bfloat16)
@@ -215,7 +202,7 @@ def test_xla_multiplies_as_if_dense(format: WeightFormat) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_extreme_values(instructions: str, format: WeightFormat) -> None:
+def test_extreme_values(isa: str, format: WeightFormat) -> None:
     """Zeros and subnormals are harmless; NaN and infinity reach the result of their token, and of no other."""
     weight = random_weight(np.random.default_rng(8), format, 20, 64)
     rows = np.ones((6, 64), np.float32)

@@ -167,7 +167,7 @@ inline int rows_ahead(int64_t size) {
 }
 
 // out[m][n] for `num_tokens` tokens and `count` outputs. With kFetch the weights are expected to be out of the caches, and
-// behind `rows` are kMaxAhead + kWideOutputs more, which will be wanted next.
+// behind `rows` are kMaxAhead more, which will be wanted next.
 template <bool kFetch, typename W>
 inline void multiply_rows(int num_tokens, const typename Operand<W>::X* x, int64_t x_stride, const W* const* rows, int count,
                           int64_t size, float* out) {
@@ -330,12 +330,12 @@ void linear_of(const LinearArgs& args) {
     const OutputBlock block = blocks[task % num_blocks];
     const int64_t first_token = token_blocks.start(task / num_blocks);
     const Parts groups(token_blocks.start(task / num_blocks + 1) - first_token, group_tokens<X>(size));
-    const T* rows[kBlockRows + kMaxAhead + kWideOutputs];
+    const T* rows[kBlockRows + kMaxAhead];
     const int num_rows = weight_rows(args, block, rows);
     // Tasks are handed out in order: by then the others will have taken the ones between.
     const T* next[kBlockRows];
     const int num_next = weight_rows(args, blocks[(task + num_threads()) % num_blocks], next);
-    for (int i = 0; i < kMaxAhead + kWideOutputs; ++i) rows[num_rows + i] = next[std::min(i, num_next - 1)];
+    for (int i = 0; i < kMaxAhead; ++i) rows[num_rows + i] = next[std::min(i, num_next - 1)];
     float sums[kMaxGroupTokens * kBlockRows];
     for (int64_t group = 0; group < groups.count; ++group) {
       const int64_t token = first_token + groups.start(group);
